@@ -35,9 +35,9 @@ from diloco.workers.copies.losses import Loss
 from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.newest import Float32, read_newest
 from diloco.workers.exchange.redis_access import in_own_loop
-from diloco.workers.joined import JoinedLearner, LearnerThread
+from diloco.workers.joined import LearnerThread
 from diloco.workers.moments.recovery import Source
-from diloco.workers.ranks.rank_learner import RankThread
+from diloco.workers.ranks.rank_learner import Joined, RankThread
 from diloco.workers.schedule import FRESH_MOMENTS_STEPS
 from diloco.workers.shard_reader import begin_batches, begin_blocks
 from diloco.workers.spec_proposal import Proposed, proposal
@@ -67,7 +67,7 @@ class BaseLearner:
         self._lock = threading.RLock()
         self._opened = self._closed = False
         self._in_run = False  # it has joined, and has not begun to leave
-        self._entered: JoinedLearner | None = None  # kept after leaving
+        self._entered: Joined | None = None  # kept after leaving
         self._failure_raised = False  # the exchange thread's failure was raised to the caller
 
     # --- what a training loop sees ------------------------------------------------------------------
@@ -137,7 +137,7 @@ class BaseLearner:
         return self._once_joined.training.spec
 
     @property
-    def joined(self) -> JoinedLearner:
+    def joined(self) -> Joined:
         """The parts of the learner while it is in its run, for this class and for measurements and tests.
 
         Raises:
@@ -154,7 +154,7 @@ class BaseLearner:
         return self._entered
 
     @property
-    def _once_joined(self) -> JoinedLearner:
+    def _once_joined(self) -> Joined:
         """The parts of the learner that has joined, also after it has left.
 
         Raises:
@@ -273,7 +273,7 @@ class BaseLearner:
         if self._closed:
             raise UsageError("the learner was closed before it had joined")
 
-    def _join(self, thread: LearnerThread | RankThread) -> JoinedLearner:
+    def _join(self, thread: LearnerThread | RankThread) -> Joined:
         try:
             joined, found = thread.join_run(self._go_on_joining)
             joined.training.keeper.restore(found)

@@ -21,6 +21,9 @@ from diloco.pipeline.payload.codec import DTYPES
 from diloco.pipeline.transfer.payloads import Offload
 
 Float32 = npt.NDArray[np.float32]
+# A copy of a fragment: returns the vector (elements,), of the encoder's kind. The caller may overwrite the vector. The
+# call may wait for a device, so never make it in the training thread.
+Snapshot = Callable[[], Any]
 
 # Elements encoded at a time.
 BLOCK = 128 * 1024

@@ -18,14 +18,12 @@ and sends the payload. A carrier is one process's, or the ranks' (`ranks.rank_ca
 
 import asyncio
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future
 
 import structlog
 
-from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.waiting import meanwhile
-from diloco.workers.encoding import Float32
+from diloco.workers.encoding import Float32, Snapshot
 from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import ExchangeThread
@@ -51,16 +49,10 @@ def progress_of(state: RunState | None) -> float:
 class JoinedLearner:
     """A learner in its run, for the training thread."""
 
-    def __init__(self, training: Training, exchange: Exchange, thread: ExchangeThread[object]) -> None:
+    def __init__(self, training: Training, exchange: Exchange[Snapshot], thread: ExchangeThread[object]) -> None:
         """exchange: runs in `thread`; it is only called through `thread`. Both threads use `exchange.shared`."""
-        self.training, self.thread, self.shared = training, thread, exchange.shared
-        self._exchange = exchange
+        self.training, self.thread, self.shared, self.exchange = training, thread, exchange.shared, exchange
         self.late = self.over  # the run was over when it joined, so its training counts for nothing
-
-    @property
-    def exchange(self) -> Exchange:
-        """The exchange, which runs in its own thread."""
-        return self._exchange
 
     @property
     def over(self) -> bool:
@@ -138,7 +130,7 @@ class JoinedLearner:
         snapshot = training.on_device or (lambda p: training.parameters.snapshot(p).numpy)
         items = [(publication, snapshot(publication.base.fragment)) for publication in publications]
         if items or adopted:
-            self.thread.call(self._exchange.publishing.queue, items, adopted)
+            self.thread.call(self.exchange.publishing.queue, items, adopted)
 
     def breaks_off(self, error: BaseException) -> bool:
         """Return whether this error of the loop ends the learner without `leave`; ranks cannot leave one by one."""
@@ -162,29 +154,17 @@ class JoinedLearner:
         # The exchange flushes while this thread saves the moments.
         leaving = self.thread.ask(self.exchange.leave(within_s))
         training.keeper.close(self.shared, save_state, within_s)
-        return self._left(leaving) and whole
-
-    def _left(self, leaving: Future[bool]) -> bool:
-        """Wait until the exchange has left; return and raise as `leave` does."""
-        try:
-            in_order = self.thread.result_of(leaving)
-        except CancelledError:  # the thread failed meanwhile
-            self.thread.join()
-            raise self.thread.failure or UsageError("the learner's exchange thread ended before it had left") from None
-        self.thread.left = True
-        if not in_order:
-            structlog.get_logger().warning("leave_overrun", learner=self.training.learner, safe="all that was uploaded")
-        return in_order
+        return self.thread.left_in_order(leaving) and whole
 
     def forget(self) -> None:
         """Release the bases and residuals of a learner that has left, once its thread has ended."""
         self.training.rounds.forget()
         self.shared.adoptions.clear()
         self.thread.forget()
-        del self._exchange
+        del self.exchange
 
 
-class LearnerThread(ExchangeThread[Exchange]):
+class LearnerThread(ExchangeThread[Exchange[Snapshot]]):
     """The exchange thread of a learner that is one process."""
 
     def join_run(self, check: Callable[[], None]) -> tuple[JoinedLearner, Found]:

@@ -354,18 +354,9 @@ class Learner(BaseLearner):
             make_folder=make_folder,
         )
         names = {tensor.name for tensor in spec.tensors}
-        training = Training(
-            self.id,
-            self.incarnation,
-            spec,
-            layout,
-            rounds,
-            parameters,
-            Recovery(moments),
-            Keeper(moments, rounds),
-            self.times,
-            ModelWatch(self.model, names, check=self._check_ranks, optimizers=self._inner),
-        )
+        watch = ModelWatch(self.model, names, check=self._check_ranks, optimizers=self._inner)
+        who, recovery, keeper = (self.id, self.incarnation), Recovery(moments), Keeper(moments, rounds)
+        training = Training(*who, spec, layout, rounds, parameters, recovery, keeper, self.times, watch)
         if given.encode_on == "device" or (given.encode_on == "auto" and self.device.type == "cuda"):
             training.on_device, training.encoder = parameters.on_device, OnDevice(self.device)
         return training

@@ -16,11 +16,9 @@ overwritten by it, and is counted as overwritten.
 | TRAINING | trained | H steps, without a token | TRAINING | nothing |
 | TRAINING | trained | H steps | DUE | nothing |
 | NO_BASE | publications | a window is open | NO_BASE | nothing |
-| TRAINING | publications | no window is open | TRAINING | nothing |
 | TRAINING | publications | a window is open | PUBLISHED | a delta that follows |
+| TRAINING | publications | no window, another version's, or it has this learner's delta | TRAINING | nothing |
 | TRAINING | publications | a window is open, no token yet | TRAINING | nothing |
-| TRAINING | publications | the open window has this learner's delta | TRAINING | nothing |
-| TRAINING | publications | the open window is another version's | TRAINING | nothing |
 | DUE | publications | there is room | PUBLISHED | a delta that is due |
 | AGAIN | publications | there is room | PUBLISHED | the next attempt |
 | DUE or AGAIN | publications | there is no room | unchanged | nothing |
@@ -83,7 +81,8 @@ class Base:
     version: int
     digest: bytes
     values: Any
-    """Flat float32 vector (elements,): an array, or a tensor where deltas are encoded on a device."""
+    """Flat float32 vector (elements,): an array, or a tensor where deltas are encoded on a device. At rank 0 of
+    several: the number of the global, of which each rank has its part."""
     interval: int = 0
     """Inner steps until the fragment is due again, as in `Head.interval`; 0: use `ramps.interval_at`."""
 
@@ -214,7 +213,7 @@ class Rounds:
     def adopt(self, base: Base) -> None:
         """Restart a fragment's counters on a new base: a newer global, or an older one after a rewind."""
         f = self._fragments[base.fragment]
-        self._overwrite(f)
+        self.overwritten += (f.tokens - f.published_tokens) * f.elements
         f.due_after = self._due_after(f, base)
         f.base, f.state = base, State.TRAINING
         f.steps = f.tokens = f.published_steps = f.published_tokens = f.next_attempt = f.window_attempt = 0
@@ -328,7 +327,7 @@ class Rounds:
             is_on_bus = f.state is State.PUBLISHED and not f.reopened(f.window(windows))
             if f.base is not None and f.tokens and not is_on_bus:
                 yield self._publication(f, windows, due)
-            self._overwrite(f)
+            self.overwritten += (f.tokens - f.published_tokens) * f.elements
             f.tokens = f.published_tokens
         self._count()
 
@@ -366,10 +365,6 @@ class Rounds:
         """Return whether enough was trained since the delta to be worth another upload."""
         late = f.steps - f.published_steps >= renewed_after(self._sync, f.due_after, f.published_steps)
         return late and f.tokens > f.published_tokens
-
-    def _overwrite(self, f: _Fragment) -> None:
-        """Count what was trained past the newest delta as overwritten."""
-        self.overwritten += (f.tokens - f.published_tokens) * f.elements
 
     def _count(self) -> None:
         self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published, self.part_unix_s)

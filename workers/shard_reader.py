@@ -13,12 +13,11 @@ from diloco.pipeline.messages.shards import ClaimedShard, DataOrder
 from diloco.workers.batches import Batches, Turns, whole_number
 from diloco.workers.checks.own_process import OwnIterator
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, ShardsInTurn, read_blocks
-from diloco.workers.joined import JoinedLearner
-from diloco.workers.ranks.rank_learner import JoinedRank
+from diloco.workers.ranks.rank_learner import Joined, JoinedRank
 from diloco.workers.ranks.shard_broadcast import FollowingShards, LeadingShards, loader_arguments
 from diloco.workers.stopping import Stopping
 
-NowJoined = Callable[[], JoinedLearner]  # returns `Learner.joined`, or raises what that raises
+NowJoined = Callable[[], Joined]  # returns `Learner.joined`, or raises what that raises
 
 LOOK_S = 0.2
 
@@ -66,7 +65,7 @@ def _check(now_joined: NowJoined, stopping: Stopping) -> None:
     stopping.leave_if_asked()
 
 
-def _check_first(joined: JoinedLearner) -> None:
+def _check_first(joined: Joined) -> None:
     if joined.shared.shards_wanted is not None:
         raise UsageError(
             "the learner reads its data already: call batches() or blocks() once; use the result for all loaders and "
@@ -76,7 +75,7 @@ def _check_first(joined: JoinedLearner) -> None:
 
 def _first_shard(
     now_joined: NowJoined, stopping: Stopping, order: DataOrder, per_shard: int
-) -> tuple[JoinedLearner, ClaimedShard]:
+) -> tuple[Joined, ClaimedShard]:
     """Agree with the run on what its shards refer to, and wait until one is claimed.
 
     Args:

@@ -14,15 +14,11 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.cores import usable_cores
 from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.copies.losses import Losses
-from diloco.workers.encoding import AT_ONCE, Encoder, Float32, OnHost
+from diloco.workers.encoding import AT_ONCE, Encoder, Float32, OnHost, Snapshot
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
-
-# A copy of a fragment: returns the vector (elements,), of the encoder's kind. The caller may overwrite the vector. The
-# call may wait for a device, so never make it in the training thread.
-Snapshot = Callable[[], Any]
 
 
 class Device(Protocol):

@@ -113,14 +113,12 @@ CASES: dict[tuple[str, str], Callable[[Rounds], list[Publication]]] = {
     ("trained", "H steps, without a token"): lambda rounds: steps(rounds, H, tokens=0),
     ("trained", "H steps"): lambda rounds: steps(rounds, H),
     ("publications", "a window is open"): lambda rounds: after(rounds, OPEN),
-    ("publications", "no window is open"): after,
     ("publications", "a window is open, no token yet"): lambda rounds: after(rounds, OPEN, tokens=0),
-    ("publications", "the open window has this learner's delta"): lambda rounds: after(
-        rounds, OpenWindow(VERSION, 0, member=True)
-    ),
-    ("publications", "the open window is another version's"): lambda rounds: after(
-        rounds, OpenWindow(VERSION - 1, 0, member=False)
-    ),
+    ("publications", "no window, another version's, or it has this learner's delta"): lambda rounds: [
+        *after(rounds, None),
+        *after(rounds, OpenWindow(VERSION - 1, 0, member=False)),
+        *after(rounds, OpenWindow(VERSION, 0, member=True)),
+    ],
     ("publications", "there is room"): lambda rounds: list(rounds.publications({}, {}, {})),
     ("publications", "there is no room"): without_room,
     ("publications", "on the bus"): lambda rounds: uploaded(rounds, LEAST_RENEWED - 1),

@@ -53,7 +53,7 @@ class WatchedRounds(Rounds):
 
 
 class Joined(JoinedRank):
-    """Where a thread would wait for another one, it hands on what to wait for."""
+    """What it publishes is looked at."""
 
     party: "WorldRank"
 
@@ -61,9 +61,6 @@ class Joined(JoinedRank):
         for publication, (tag, _) in items:
             self.party.alike.published(publication, tag, self.party.final)
         super()._queue(items, adopted)
-
-    def _left(self, leaving: Any) -> Any:
-        return leaving
 
 
 class WorldTransport(Transport):

@@ -306,6 +306,10 @@ class Thread:
         self.call(begin)
         return answer
 
+    def left_in_order(self, leaving: "asyncio.Future[Any]") -> "asyncio.Future[Any]":
+        """Where a thread would wait for another one, it hands on what to wait for."""
+        return leaving
+
     def _do(self) -> None:
         loop, link = asyncio.get_running_loop(), self._end.link
         if link.dead or self.stopped:

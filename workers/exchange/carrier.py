@@ -7,7 +7,7 @@ carries everything itself (`OwnCarrier`); the ranks of a larger one carry a part
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Never, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,13 @@ from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.transfer.globals import pull_shown
 from diloco.pipeline.transfer.payloads import push, push_growing
-from diloco.workers.encoding import ErrorFeedback, apart
+from diloco.workers.encoding import ErrorFeedback, Snapshot, apart
 from diloco.workers.exchange.member import Member
 from diloco.workers.rounds import Base, Publication
 
 Float32 = npt.NDArray[np.float32]
+
+S_contra = TypeVar("S_contra", contravariant=True)
 
 # A delta that was neither merged nor refused expires after this.
 DELTA_TTL_S = 600.0
@@ -48,8 +50,8 @@ class Feedback(Protocol):
         """Note that the fragment went back to an earlier version."""
 
 
-class Carrier(Protocol):
-    """The payload side of one learner; used by the exchange thread only."""
+class Carrier(Protocol[S_contra]):
+    """The payload side of one learner; used by the exchange thread. S_contra: its form of a fragment's snapshot."""
 
     lanes: int
     """Payloads in flight at a time, each way: fragments p and q move independently if they differ modulo this number.
@@ -69,11 +71,8 @@ class Carrier(Protocol):
             BusError: it cannot be read, unless the carrier retries by itself.
         """
 
-    async def upload(self, publication: Publication, values: Any, of_use: Callable[[], bool]) -> bool:
-        """Encode and upload a delta, for as long as it is of use; return whether all of it is on the bus.
-
-        values: the fragment's snapshot, as the training side gave it.
-        """
+    async def upload(self, publication: Publication, snapshot: S_contra, of_use: Callable[[], bool]) -> bool:
+        """Encode and upload a delta, for as long as it is of use; return whether all of it is on the bus."""
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
         """Upload a fragment as version 0, as last pulled or else as it is in the model; return the number of chunks.
@@ -82,6 +81,9 @@ class Carrier(Protocol):
             UsageError: the values are not finite.
             BusError: the upload may be incomplete.
         """
+
+
+NoDeltas = Carrier[Never]  # for a part of the exchange that uploads none
 
 
 async def on_all_lanes(work: Callable[[int], Coroutine[Any, Any, None]], lanes: int) -> None:
@@ -149,7 +151,7 @@ class OwnCarrier:
         self._bases.pop(fragment, None)
         self.feedback.reset(fragment)
 
-    async def upload(self, publication: Publication, values: Any, of_use: Callable[[], bool]) -> bool:
+    async def upload(self, publication: Publication, snapshot: Snapshot, of_use: Callable[[], bool]) -> bool:
         """Encode and upload a delta; see `Carrier.upload`. The upload begins while the rest is still encoded."""
         if not of_use():
             return False
@@ -165,7 +167,7 @@ class OwnCarrier:
 
         async def encode() -> None:
             residual = self.feedback.residual(base.fragment)
-            given = base.values, values, sync.codec, residual, wire, but_the_last
+            given = base.values, snapshot, sync.codec, residual, wire, but_the_last
             error = await apart(member.encoder, member.offload, len(base.values), member.encoder.encode, *given)
             if error is not None:
                 self.feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)

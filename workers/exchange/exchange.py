@@ -8,6 +8,7 @@ learner's one `Exchange`.
 
 import asyncio
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import Event
@@ -20,20 +21,22 @@ from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.spec_check import Agreement
 from diloco.workers.exchange.work_queue import ShardClaims
 
-LOOK_FOR_SYNCERS_S = 10.0
+S = TypeVar("S")
+
+FIND_SYNCERS_S = 10.0
 # Time for the last report of a leaving learner. A quarter of the time to leave is used if that is more.
 GOODBYE_S = 2.0
 
 
-class Exchange:
-    """The work of one learner in its run, from having joined to leaving."""
+class Exchange(Generic[S]):
+    """The work of one learner in its run, from having joined to leaving. S: its form of a fragment's snapshot."""
 
     def __init__(
         self,
         member: Member,
         agreement: Agreement,
         version_0: Version0,
-        carrier: Carrier,
+        carrier: Carrier[S],
         pulling: Pulling,
         reporting: Reporting,
         claims: ShardClaims,
@@ -44,7 +47,7 @@ class Exchange:
         self.carrier, self.feedback = carrier, carrier.feedback
         self.claims, self.reporting, self.pulling = claims, reporting, pulling
         self.publishing = Publishing(member, reporting, pulling.latest, carrier)
-        self.following = Following(member, pulling, self.publishing, version_0, carrier.feedback)
+        self.following = Following(member, pulling, self.publishing.newest, version_0, carrier.feedback)
 
     async def work(self) -> None:
         """Do all of this work until cancelled. It ends early only if the learner has to end, or by a bug.
@@ -60,7 +63,7 @@ class Exchange:
             self.reporting.keep_reporting,
             self.claims.keep_claimed,
             self._agreement.keep_agreed,
-            self._look_for_syncers,
+            self._warn_without_syncers,
         )
         async with asyncio.TaskGroup() as group:
             for work in works:
@@ -86,18 +89,18 @@ class Exchange:
         member.log.info("learner_left", unsent=self.publishing.unsent)
         return flushed
 
-    async def _look_for_syncers(self) -> None:
+    async def _warn_without_syncers(self) -> None:
         """Warn when no syncer merges what is published. Memory stays bounded (one delta a base, which expires).
 
         If Redis takes no writes, syncers cannot report themselves either, so a missing one means nothing then.
         """
         missed = 0
         while True:
-            await asyncio.sleep(LOOK_FOR_SYNCERS_S)
+            await asyncio.sleep(FIND_SYNCERS_S)
             here = await self.member.bus.read_syncers()
             if here and missed > 1:
                 self.member.log.info("syncer_found", syncers=list(here.values()))
-            takes_writes = self.member.clock.now() - self.reporting.taken_s < LOOK_FOR_SYNCERS_S
+            takes_writes = self.member.clock.now() - self.reporting.taken_s < FIND_SYNCERS_S
             missed = missed + 1 if takes_writes and not here else 0
             if missed == 2:
                 remedy = "start `diloco syncer` for this run; training goes on, and a part of it may be lost meanwhile"

@@ -6,7 +6,10 @@ from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+import structlog
+
 from diloco.pipeline.clock import fast_loop
+from diloco.pipeline.errors import UsageError
 from diloco.workers.background import OwnThread
 from diloco.workers.moments.recovery import Found
 from diloco.workers.training import Training
@@ -74,6 +77,24 @@ class ExchangeThread(Generic[E_co]):
             if not self.works and not asked.done():
                 raise CancelledError
         return asked.result()
+
+    def left_in_order(self, leaving: Future[bool]) -> bool:
+        """Wait until the exchange has left; return whether everything was flushed in time. leaving: asked for that.
+
+        Raises:
+            DilocoError: the thread failed meanwhile, with this error.
+        """
+        try:
+            in_order = self.result_of(leaving)
+        except CancelledError:
+            self.join()
+            raise self.failure or UsageError("the learner's exchange thread ended before it had left") from None
+        self.left = True
+        if not in_order:
+            structlog.get_logger().warning(
+                "leave_overrun", learner=self._training.learner, safe="all that was uploaded"
+            )
+        return in_order
 
     @property
     def works(self) -> bool:

@@ -13,7 +13,7 @@ from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.view.ledger import whole_tokens
 from diloco.pipeline.waiting import meanwhile
-from diloco.workers.exchange.carrier import INITIAL_TTL_S, Carrier, some_at_once
+from diloco.workers.exchange.carrier import INITIAL_TTL_S, NoDeltas, some_at_once
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.spec_check import Agreement
 
@@ -26,7 +26,7 @@ POLL_S = 0.05
 class Version0:
     """One learner's part in providing version 0 of its run."""
 
-    def __init__(self, member: Member, agreement: Agreement, carrier: Carrier) -> None:
+    def __init__(self, member: Member, agreement: Agreement, carrier: NoDeltas) -> None:
         self._bus, self._member, self._agreement, self._carrier = member.bus, member, agreement, carrier
         self._fragments = range(len(member.layout.fragments))
         self._chunks: dict[int, int] = {}  # fragment that this learner has uploaded -> its number of chunks

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from diloco.pipeline.retry import Outages
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import offload
-from diloco.workers.encoding import Encoder, OnHost
+from diloco.workers.encoding import Encoder, OnHost, Snapshot
 from diloco.workers.exchange.carrier import Carrier, OwnCarrier, some_at_once
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.first_version import CLAIM_TTL_S, Version0
@@ -38,6 +38,7 @@ from diloco.workers.exchange.spec_check import Agreement, compare
 from diloco.workers.exchange.work_queue import ShardClaims
 
 Float32 = npt.NDArray[np.float32]
+S = TypeVar("S")
 
 POLL_S = 0.05
 ABANDON_S = 2.0
@@ -74,14 +75,14 @@ class Joining:
         self._claims = ShardClaims(bus, f"{learner}.{incarnation}", self._shared)
         self._reporting = Reporting(self._identity, clock, report, self._outages, self._shared, self._claims)
 
-    async def join(self, spec: Spec, layout: Layout, initial: Callable[[int], Float32]) -> Exchange:
+    async def join(self, spec: Spec, layout: Layout, initial: Callable[[int], Float32]) -> Exchange[Snapshot]:
         """Join as a learner that is one process; see `join_with`.
 
         initial: fragment -> flat float32 vector (elements,) of the initial parameters.
         """
         return await self.join_with(spec, layout, lambda member: OwnCarrier(member, initial))
 
-    async def join_with(self, spec: Spec, layout: Layout, make_carrier: Callable[[Member], Carrier]) -> Exchange:
+    async def join_with(self, spec: Spec, layout: Layout, make_carrier: Callable[[Member], Carrier[S]]) -> Exchange[S]:
         """Agree on the spec and fetch every fragment; upload version 0 if nobody has.
 
         Args:

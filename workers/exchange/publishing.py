@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Generic, TypeVar
 
 from diloco.pipeline.errors import BadMessage, BusError
 from diloco.pipeline.messages.delta import DeltaHeader
@@ -23,23 +23,21 @@ from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.rounds import Publication
 
-# A snapshot of a fragment, in the form that the carrier takes. For `OwnCarrier` it is a callable that returns the
-# vector (elements,), of the encoder's kind; the caller may overwrite the vector, and the call may wait for a device.
-Values = Any
+S = TypeVar("S")
 
 # A payload whose delta was renewed expires after this, so that a syncer in the middle of reading it can finish.
 RENEWED_TTL_S = 10.0
 
 
-class Publishing:
-    """One learner's deltas that are not on the bus yet."""
+class Publishing(Generic[S]):
+    """One learner's deltas that are not on the bus yet. S: the carrier's form of a fragment's snapshot."""
 
     def __init__(
         self,
         member: Member,
         reporting: Reporting,
         latest: Mapping[int, tuple[int, bytes]],
-        carrier: Carrier,
+        carrier: Carrier[S],
     ) -> None:
         """latest: fragment -> (version, digest) last pulled; `Pulling` keeps it up to date."""
         self._member = member
@@ -49,14 +47,14 @@ class Publishing:
         self._offered: dict[int, tuple[int, str]] = {}  # fragment -> (serial, entry id) of its last header
         # Deltas whose header is not sent yet, by (fragment, base version, base digest). Only the newest one is kept for
         # each key, since it contains all the training of the older ones.
-        self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
+        self._headers: dict[tuple[int, int, bytes], tuple[Publication, S]] = {}
         self._header_wakes = [asyncio.Event() for _ in range(carrier.lanes)]
-        self._uploads: list[asyncio.Queue[tuple[Publication, Values]]] = [asyncio.Queue() for _ in range(carrier.lanes)]
+        self._uploads: list[asyncio.Queue[tuple[Publication, S]]] = [asyncio.Queue() for _ in range(carrier.lanes)]
         self.unsent = 0  # deltas that are queued and not uploaded
         self.all_sent = asyncio.Event()
         self.all_sent.set()
 
-    def queue(self, publications: Iterable[tuple[Publication, Values]], adopted: bool = False) -> None:
+    def queue(self, publications: Iterable[tuple[Publication, S]], adopted: bool = False) -> None:
         """Queue deltas for publication; each replaces a queued one on the same base of which nothing was sent yet.
 
         adopted: the learner has adopted fragments, which others should learn soon.
@@ -91,7 +89,7 @@ class Publishing:
                 async with asyncio.timeout(wait_s):
                     await wake.wait()
 
-    async def _offer_one(self, key: tuple[int, int, bytes], item: tuple[Publication, Values]) -> bool:
+    async def _offer_one(self, key: tuple[int, int, bytes], item: tuple[Publication, S]) -> bool:
         """Send one header; return whether the delta was passed on to `upload`.
 
         This is a function of its own for the same reason as `_send_one`. It returns False if a key on the bus holds
@@ -145,21 +143,21 @@ class Publishing:
             if not self.unsent:
                 self.all_sent.set()
 
-    async def _send_one(self, publication: Publication, values: Values) -> None:
+    async def _send_one(self, publication: Publication, snapshot: S) -> None:
         """Upload one delta, then report its snapshot as released.
 
         This is a function of its own, so that its local variables keep no snapshot alive while the lane waits for the
         next one.
         """
         try:
-            await self._upload_one(publication, values)
+            await self._upload_one(publication, snapshot)
         finally:
             released, p = self._member.shared.released, publication.base.fragment
             released[p] = max(publication.serial, released.get(p, 0))  # also on cancellation: it frees the room
 
-    async def _upload_one(self, publication: Publication, values: Values) -> None:
+    async def _upload_one(self, publication: Publication, snapshot: S) -> None:
         member, p, renews = self._member, publication.base.fragment, publication.renews
-        whole = await self._carrier.upload(publication, values, partial(self._is_of_use, publication))
+        whole = await self._carrier.upload(publication, snapshot, partial(self._is_of_use, publication))
         takes_its_place = renews and not self._is_outdone(publication)
         if takes_its_place:
             try:

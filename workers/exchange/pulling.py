@@ -15,10 +15,9 @@ from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.retry import Backoff, Retries
-from diloco.workers.exchange.carrier import Carrier, Feedback, on_all_lanes
+from diloco.workers.exchange.carrier import Feedback, NoDeltas, on_all_lanes
 from diloco.workers.exchange.first_version import Version0
 from diloco.workers.exchange.member import Member
-from diloco.workers.exchange.publishing import Publishing
 from diloco.workers.exchange.refused import Refused
 from diloco.workers.rounds import Base, OpenWindow
 from diloco.workers.step_times import DECAY
@@ -55,7 +54,7 @@ class PullTimes:
 class Pulling:
     """One learner's knowledge of the heads, and the globals that it has pulled."""
 
-    def __init__(self, member: Member, carrier: Carrier) -> None:
+    def __init__(self, member: Member, carrier: NoDeltas) -> None:
         self._member, self._carrier = member, carrier
         self.latest: dict[int, tuple[int, bytes]] = {}  # fragment -> (version, digest) last handed to the training side
         self._wanted: dict[int, Head] = {}  # fragment -> its newest head, while that is not pulled
@@ -213,12 +212,18 @@ class Following:
     """How one learner notices that heads have moved or were lost."""
 
     def __init__(
-        self, member: Member, pulling: Pulling, publishing: Publishing, version_0: Version0, feedback: Feedback
+        self,
+        member: Member,
+        pulling: Pulling,
+        newest: Mapping[int, tuple[int, int]],
+        version_0: Version0,
+        feedback: Feedback,
     ) -> None:
+        """newest: fragment -> (base version, attempt) of the learner's last delta; `Publishing` keeps it up to date."""
         self._member, self._shared = member, member.shared
-        self._pulling, self._publishing = pulling, publishing
+        self._pulling, self._newest = pulling, newest
         self._version_0, self._feedback = version_0, feedback
-        self._refused = Refused(member, publishing.newest)
+        self._refused = Refused(member, newest)
         self._look_at_all_s = 0.0
         self._outages = member.outages.count  # failed calls, as of the last look at all heads
         self._lost_since_s: float | None = None  # time since which known heads are missing; None: none is
@@ -267,7 +272,7 @@ class Following:
         """
         if not isinstance(record, WindowChanged) or record.attempt > 0:
             return False
-        return self._publishing.newest.get(record.fragment, (-1, 0))[0] == record.version
+        return self._newest.get(record.fragment, (-1, 0))[0] == record.version
 
     async def _look_at_all(self) -> None:
         """Look at all heads; if some were missing for long, restart the run from the globals that were adopted."""

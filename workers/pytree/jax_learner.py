@@ -192,10 +192,8 @@ class Learner(BaseLearner):
         rounds, parameters = Rounds(layout, spec.sync), PytreeParameters(self._tree, layout, leaves)
         self._parameters = parameters
         who = self.id, self.incarnation
-        options = RecoveryOptions()
-        moments = OwnMoments(
-            self._given.run, *who, layout.trained, options, state=None, held=self._moments_kept, folder=None
-        )
+        told = self._given.run, *who, layout.trained, RecoveryOptions()
+        moments = OwnMoments(*told, state=None, held=self._moments_kept, folder=None)
         recovery, keeper = Recovery(moments), Keeper(moments, rounds)
         training = Training(*who, spec, layout, rounds, parameters, recovery, keeper, self.times)
         return LearnerThread(self._url, self._given.run, training)

@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
 
 import structlog
 
@@ -36,7 +35,7 @@ from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.gather import Replicas, TakeSnapshot, Transfers
 from diloco.workers.ranks.placement import Shares
-from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier, SnapshotRequests
+from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier, SnapshotAt, SnapshotRequests
 from diloco.workers.ranks.shard_broadcast import ShardBroadcast
 from diloco.workers.ranks.shutdown import ExitBarrier, steps_of_all
 from diloco.workers.ranks.step_agreement import Sum
@@ -61,8 +60,8 @@ class Rank:
         transfers: Transfers,
         training: Training,
         shared: Shared,
-        joined: "Future[tuple[Any, Found]]",
-        exchange: Exchange | None = None,
+        joined: "Future[tuple[Rank, Found]]",
+        exchange: Exchange[SnapshotAt] | None = None,
         carrier: RanksCarrier | None = None,
         in_flight: InFlight | None = None,
     ) -> None:
@@ -186,7 +185,7 @@ class RankExchange:
         transport: Transport,
         training: Training,
         shares: Shares,
-        joined: "Future[tuple[Any, Found]]",
+        joined: "Future[tuple[Rank, Found]]",
         abandoned: Callable[[], bool],
         offload: Offload = offload,
     ) -> None:
@@ -274,7 +273,7 @@ class RankExchange:
         given = bus, self._clock, *who, training.report
         joining = Joining(*given, offload=self._offload, encoder=own)
 
-        def make_carrier(member: Member) -> Carrier:
+        def make_carrier(member: Member) -> Carrier[SnapshotAt]:
             transfers.append(self._transfers(member))
             carriers.append(RanksCarrier(transport, member, in_flight))
             return carriers[0]
@@ -292,7 +291,7 @@ class RankExchange:
             if self._abandoned() or not self._joined.done():
                 await joining.abandon()
 
-    async def _until_left(self, exchange: Exchange) -> None:
+    async def _until_left(self, exchange: Exchange[SnapshotAt]) -> None:
         """Run the exchange's work."""
         try:
             await exchange.work()

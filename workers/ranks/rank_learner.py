@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import structlog
 from typing_extensions import override
@@ -27,6 +27,7 @@ from diloco.workers.moments.recovery import Found
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.ranks.gather import Float32, Samples, TakeSnapshot, own_of, sample_layout
 from diloco.workers.ranks.placement import Shares
+from diloco.workers.ranks.rank_carrier import SnapshotAt
 from diloco.workers.ranks.rank_exchange import GOODBYE_S, Rank, RankExchange
 from diloco.workers.ranks.shutdown import RankStopping, hang_limit_s
 from diloco.workers.ranks.step_agreement import Collectives, Decisions, StepSum, Sum, decode, encode
@@ -59,7 +60,7 @@ class _Taken(NamedTuple):
     """None if this rank has nothing to send of the fragment."""
 
 
-class JoinedRank(JoinedLearner):
+class JoinedRank:
     """A rank of a learner in its run. For the training thread."""
 
     def __init__(
@@ -97,7 +98,7 @@ class JoinedRank(JoinedLearner):
             self.shared.window_seen = self._request_due
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Exchange[SnapshotAt]:
         """The learner's exchange, which rank 0 has.
 
         Raises:
@@ -273,7 +274,7 @@ class JoinedRank(JoinedLearner):
         if items or step.adopted:
             self.thread.call(self._queue, items, bool(step.adopted))
 
-    def _queue(self, items: Iterable[tuple[Publication, Any]], adopted: bool) -> None:
+    def _queue(self, items: Iterable[tuple[Publication, SnapshotAt]], adopted: bool) -> None:
         """Publish; runs in the exchange's thread of rank 0."""
         self.exchange.publishing.queue(items, adopted)
 
@@ -311,18 +312,21 @@ class JoinedRank(JoinedLearner):
                 self.thread.call(self._queue, [(publication, (None, server))], False)
             leaving = self.thread.ask(self._leave_all(rank.exchange, within_s))
         training.keeper.close(self.shared, save_state, within_s)
-        return self._left(leaving)
+        return self.thread.left_in_order(leaving)
 
-    @override
     def forget(self) -> None:
+        """Release what the other ranks have sent, once the thread has ended."""
         self._rank.transfers.forget()
 
-    async def _leave_all(self, exchange: Exchange, within_s: float) -> bool:
+    async def _leave_all(self, exchange: Exchange[SnapshotAt], within_s: float) -> bool:
         await self._rank.exit_barrier.wait_for_all()
         in_order = await exchange.leave(within_s)
         await self._rank.send_goodbye(in_order)
         return in_order
 
+
+# A learner in its run, as its training thread uses it: one process, or one of its ranks.
+Joined = JoinedLearner | JoinedRank
 
 # Seconds that aborting the collectives in flight may take.
 ABORT_S = 2.0
