@@ -8,10 +8,12 @@ from tests.ranks.party import Party
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 RANKS = "diloco.workers.ranks."
-NOT_CONNECTED = "they meet", "it has yet to connect"
+NOT_CONNECTED = "they meet", "it is to call the others", "it is to be called"
 WHILE_JOINING = {
     "they meet": (1, f"{RANKS}topology gather_messages 3"),
-    "it has yet to connect": (1, "diloco.workers.exchange.redis_access reach 1"),
+    "it is to call the others": (1, f"{RANKS}topology call_lower_ranks 1"),
+    "it is to be called": (1, f"{RANKS}topology accept_calls 1"),
+    "it connects to Redis": (1, "diloco.workers.exchange.redis_access reach 1"),
     "it uploads version 0": (1, f"{RANKS}gather Transfers._upload_initial 1"),
     "rank 0 looks for moments": (0, f"{RANKS}rank_exchange Rank._recover 1"),
     "it enters": (2, f"{RANKS}rank_exchange Rank._enter 1"),

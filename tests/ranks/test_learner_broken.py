@@ -13,8 +13,9 @@ from diloco.pipeline.messages.run import Event
 from diloco.workers.ranks.rank_exchange import RankExchange
 from diloco.workers.ranks.rank_learner import Rank
 from diloco.workers.ranks.shutdown import ExitBarrier
-from diloco.workers.ranks.transport import TcpConnections, Transport, listen
+from diloco.workers.ranks.transport import Transport
 from tests import HANGING_S
+from tests.ranks.test_transport import connections
 
 RANKS, STEPS = 3, 25
 
@@ -49,21 +50,12 @@ class Events:
 
 async def crew() -> tuple[list[Member], Events]:
     """All of them connected."""
-    listeners, bus = [listen("127.0.0.1") for _ in range(RANKS)], Events()
-    addresses = [one.getsockname()[:2] for one in listeners]
-    members = list[Member]()
-    for rank, listener in enumerate(listeners):
+    bus, members = Events(), list[Member]()
+    for rank, found in enumerate(connections(["127.0.0.1"] * RANKS)):
         joined: Future[Any] = Future()
         joined.set_result(None)
         training, clock = SimpleNamespace(learner="trio"), SimpleNamespace(unix=lambda: 1.0)
-        given: Any = (
-            bus,
-            clock,
-            Transport(TcpConnections(rank, addresses, listener, bytes(32)), 1),
-            training,
-            None,
-            joined,
-        )
+        given: Any = bus, clock, Transport.over(rank, found), training, None, joined
         members.append(Member(*given, lambda: False))
     for one in members:
         one.task = asyncio.create_task(one.work())

@@ -24,7 +24,9 @@ def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, 
     monkeypatch.setattr(shutdown, "HANG_S", 0.01)
     monkeypatch.setattr(os, "_exit", done.append)
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=0.0))
-    group: Any = SimpleNamespace(rank=1, leak_groups=lambda: done.append("part"), abort=lambda: done.append("abort"))
+    group: Any = SimpleNamespace(
+        rank=1, connections={}, leak_groups=lambda: done.append("part"), abort=lambda: done.append("abort")
+    )
     monkeypatch.setattr(rank_learner, "OwnThread", lambda name, work: SimpleNamespace(start=work))
     ranks: Any = None
     one = RankThread("redis://nowhere", "run", training, group, ranks, RankStopping())
@@ -48,7 +50,7 @@ def test_a_step_is_given_the_time_that_steps_take(step_s: float, within_s: float
     """
     waited: list[float] = []
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=step_s))
-    group: Any = SimpleNamespace(rank=1, leak_groups=lambda: None, abort=lambda: None)
+    group: Any = SimpleNamespace(rank=1, connections={}, leak_groups=lambda: None, abort=lambda: None)
     ranks: Any = None
     one = RankThread("redis://nowhere", "run", training, group, ranks, RankStopping())
     monkeypatch.setattr(one, "_noticed", SimpleNamespace(wait=lambda given: waited.append(given) or True))
@@ -71,7 +73,7 @@ def test_moments_that_are_being_saved_are_saved_though_nobody_can_be_told(monkey
             return saves.pop(0)
 
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=0.0), keeper=Keeper())
-    group: Any = SimpleNamespace(rank=1, abort=lambda: None)
+    group: Any = SimpleNamespace(rank=1, connections={}, abort=lambda: None)
     ranks: Any = None
     one = RankThread("redis://nowhere", "run", training, group, ranks, RankStopping())
     broken: Future[str] = Future()

@@ -2,11 +2,12 @@
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -15,23 +16,39 @@ import pytest
 from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable, LeaseLost, RankGone, UsageError
 from diloco.workers.exchange.joining import meanwhile
 from diloco.workers.ranks import transport as transport_module
+from diloco.workers.ranks.placement import SLICE
 from diloco.workers.ranks.rank_learner import Rank
 from diloco.workers.ranks.topology import _own_address
-from diloco.workers.ranks.transport import _SIZES, INFORM_S, MAX_HEAD_BYTES, TcpConnections, Transport, listen
+from diloco.workers.ranks.transport import (
+    _SIZES,
+    INFORM_S,
+    MAX_HEAD_BYTES,
+    Transport,
+    accept_calls,
+    call_lower_ranks,
+    listen,
+)
 from tests import HANGING_S
 
-TOKEN, MOST = bytes(32), 3_000_000
+TOKEN = bytes(range(32))
+
+
+def connections(hosts: Sequence[str], host: str = "127.0.0.1") -> list[dict[int, socket.socket]]:
+    """Connect ranks at these addresses, of listeners at `host`; the connections of each."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(listen(host)) for _ in hosts]
+        addresses = [(one, listener.getsockname()[1]) for one, listener in zip(hosts, listeners, strict=True)]
+        called = [call_lower_ranks(rank, addresses, TOKEN) for rank in range(len(hosts))]
+        accepted = [accept_calls(one, rank, len(hosts), TOKEN) for rank, one in enumerate(listeners)]
+    return [mine | others for mine, others in zip(called, accepted, strict=True)]
 
 
 @asynccontextmanager
 async def connected_ranks(ranks: int) -> AsyncIterator[list[Transport]]:
-    listeners = [listen("127.0.0.1") for _ in range(ranks)]
-    addresses = [one.getsockname()[:2] for one in listeners]
-    made = [
-        Transport(TcpConnections(rank, addresses, listener, TOKEN), MOST) for rank, listener in enumerate(listeners)
-    ]
+    made = [Transport.over(rank, found) for rank, found in enumerate(connections(["127.0.0.1"] * ranks))]
     async with asyncio.timeout(HANGING_S), AsyncExitStack() as stack:
-        await asyncio.gather(*(stack.enter_async_context(one) for one in made))
+        for one in made:
+            await stack.enter_async_context(one)
         yield made
 
 
@@ -44,7 +61,7 @@ async def test_each_asks_each_with_vectors_of_any_size() -> None:
 
         for one in transport:
             one.handle(double=double)
-        for size in (0, 1, 3_000_000):
+        for size in (0, 1, SLICE):
             vector = np.ones(size, np.float32)
             asked = [one.ask(other, "double", 2, vector=vector) for one in transport for other in range(3)]
             answers = await asyncio.gather(*asked)
@@ -96,7 +113,7 @@ async def test_one_that_finds_out_alone_has_the_first_of_the_others_tell_the_run
     monkeypatch.setattr(transport_module, "INFORM_S", 0.5)
     async with connected_ranks(3) as transport:
 
-        async def never(rank: int, why: str, reporter: int) -> None:
+        async def never(rank: int, why: str, reported: bool) -> None:
             await asyncio.Event().wait()
 
         if not answers:
@@ -112,29 +129,25 @@ async def test_one_that_finds_out_alone_has_the_first_of_the_others_tell_the_run
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")
 async def test_ranks_of_several_machines_call_each_other_by_ipv4_or_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each says the address by which rank 0's machine is reached."""
-    listeners, hosts = [listen(), listen()], []
+    hosts = []
     for master in ("127.0.0.1", "::1"):
         monkeypatch.setenv("MASTER_ADDR", master)
         hosts.append(_own_address(beside_rank_0=False))
     assert hosts == ["127.0.0.1", "::1"]
     for order in (hosts, hosts[::-1]):
-        addresses = [(host, one.getsockname()[1]) for host, one in zip(order, listeners, strict=True)]
-        lines = [TcpConnections(rank, addresses, one.dup(), TOKEN) for rank, one in enumerate(listeners)]
-        found = await asyncio.gather(*(one.connect() for one in lines))
-        for one, others in zip(lines, found, strict=True):
-            one.close()
-            for _, writer in others.values():
-                writer.close()
-    for listener in listeners:
-        listener.close()
+        first, second = connections(order, "")
+        first[1].send(b"here")
+        assert select.select([second[0]], [], [], HANGING_S)[0]
+        assert second[0].recv(9) == b"here"
+        first[1].close()
+        second[0].close()
 
 
 async def test_an_error_from_elsewhere_is_not_lost_where_somebody_watches() -> None:
     """Such as a rank that is gone by a write that failed: else the training would never hear why its exchange ended."""
-    lines = TcpConnections(0, [("127.0.0.1", 0)], listen("127.0.0.1"), TOKEN)
 
     async def fail() -> None:
-        async with Transport(lines, MOST) as transport, meanwhile(transport.watch()):
+        async with Transport.over(0, {}) as transport, meanwhile(transport.watch()):
             await asyncio.sleep(0)
             raise RankGone("by a write")
 
@@ -200,54 +213,46 @@ async def test_a_learner_has_left_though_a_rank_is_gone_before_it_says_so() -> N
         assert other.leaving
 
 
-@pytest.mark.parametrize("how", ["before it is called", "after"])
-async def test_a_rank_that_dies_before_it_connects_is_not_waited_for(how: str) -> None:
-    """Its listener ends with it, so those that it would have called hear of it; naming it."""
-    listeners = [listen("127.0.0.1") for _ in range(2)]
-    lines = TcpConnections(0, [one.getsockname()[:2] for one in listeners], listeners[0], TOKEN)
-    if how == "before it is called":
-        listeners[1].close()
-    connecting = asyncio.create_task(lines.connect())
-    if how == "after":
-        listeners[1].setblocking(False)
-        called, _ = await asyncio.get_running_loop().sock_accept(listeners[1])
-        listeners[1].close()
-        called.close()
-    with pytest.raises(RankGone, match=r"cannot reach ranks \[1\]"):
-        await asyncio.wait_for(connecting, HANGING_S)
+async def test_a_rank_that_dies_before_its_messages_are_read_is_noticed() -> None:
+    """As while its learner waits for Redis: the connection is there, and has ended."""
+    (first, second) = connections(["127.0.0.1"] * 2)
+    second[0].close()
+    async with Transport.over(0, first) as transport:
+        with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
+            await asyncio.wait_for(transport.watch(), HANGING_S)
 
 
-async def test_a_rank_that_dies_before_it_takes_a_call_was_never_connected() -> None:
-    """The system takes calls for it: who has called names it, and not another one that has given up before."""
-    listeners = [listen("127.0.0.1") for _ in range(2)]
-    lines = TcpConnections(1, [one.getsockname()[:2] for one in listeners], listeners[1], TOKEN)
-    connecting = asyncio.create_task(lines.connect())
-    await asyncio.sleep(0.2)
-    listeners[0].close()
-    with pytest.raises(RankGone, match=r"cannot reach ranks \[0\]"):
-        await asyncio.wait_for(connecting, HANGING_S)
+def test_a_rank_that_cannot_be_reached_is_named() -> None:
+    """By whoever calls it: nobody listens there."""
+    with listen("127.0.0.1") as listener:
+        address = listener.getsockname()[:2]
+    with pytest.raises(RankGone, match="rank 1 of this learner cannot reach rank 0"):
+        call_lower_ranks(1, [address], TOKEN)
 
 
-async def test_who_does_not_know_the_token_is_no_rank() -> None:
-    """It is hung up on, and the ranks go on."""
-    async with connected_ranks(2) as transport:
-
-        async def echo(rank: int, what: str) -> str:
-            return what
-
-        transport[0].handle(echo=echo)
-        reader, writer = await asyncio.open_connection(*transport[0]._connections._addresses[0])
-        writer.write(bytes([1]) * 36)
-        assert await reader.read() == b""
-        writer.close()
-        assert await transport[1].ask(0, "echo", "here") == "here"
+def test_who_does_not_know_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is hung up on, and so is who says nothing, a rank that there is not, and one that is here already; ranks that
+    have not called in time are named."""
+    monkeypatch.setattr(transport_module, "HELLO_S", 0.05)
+    monkeypatch.setattr(transport_module, "CONNECT_S", 0.5)
+    said = [bytes(36), TOKEN + bytes([0, 0, 0, 0]), TOKEN + bytes([3, 0, 0, 0]), b"short", TOKEN + bytes([1, 0, 0, 0])]
+    with listen("127.0.0.1") as listener, ExitStack() as stack:
+        strangers = list[socket.socket]()
+        for words in (*said, said[-1]):
+            strangers.append(stack.enter_context(socket.create_connection(listener.getsockname()[:2])))
+            strangers[-1].sendall(words)
+        with pytest.raises(RankGone, match=r"ranks \[2\] of this learner have not called rank 0"):
+            accept_calls(listener, 0, 3, TOKEN)
+        for one in (*strangers[:4], strangers[5]):
+            one.settimeout(HANGING_S)
+            assert one.recv(1) == b""
 
 
 @pytest.mark.parametrize(
     "sent",
     [
         _SIZES.pack(MAX_HEAD_BYTES + 1, 0),
-        _SIZES.pack(4, 4 * MOST + 4),
+        _SIZES.pack(4, 4 * SLICE + 4),
         _SIZES.pack(4, 3),
         _SIZES.pack(3, 0) + b"\xc1\xc1\xc1",
         _SIZES.pack(1, 0) + b"\x01",
@@ -271,8 +276,8 @@ async def test_a_question_that_is_cancelled_in_mid_vector_is_said_to_its_end() -
             return float(vector.sum(dtype=np.float64))
 
         transport[1].handle(take=take)
-        asked = asyncio.create_task(transport[0].ask(1, "take", vector=np.ones(MOST, np.float32)))
-        while not transport[0]._locks[1].locked():
+        asked = asyncio.create_task(transport[0].ask(1, "take", vector=np.ones(SLICE, np.float32)))
+        while not transport[0]._asked:
             await asyncio.sleep(0)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from diloco_studies.virtual.virtual_time import inline
 from tests.samples import virtual_report
 from tests.world.alike import Alike
 from tests.world.parties import INITIAL, LEARNING_RATE, LEAVE_S, TARGETS, Party
-from tests.world.together import STARTS_S, Crew, Thread, WorldConnections
+from tests.world.together import STARTS_S, Crew, Thread
 
 Float32 = npt.NDArray[np.float32]
 
@@ -210,8 +211,7 @@ class WorldRank(Party):
         self.alive = False
 
     async def _exchange(self) -> None:
-        most = max(fragment.elements for fragment in self.crew.layout.fragments)
-        transport = WorldTransport(WorldConnections(self.crew, self.rank), most)
+        transport = WorldTransport(self.rank, self.crew.ranks, partial(self.crew.connected, self.rank))
         transport.party = self
         given: Any = self.link, self.clock, transport, self._training(), self.crew.shares, self._joined
         await RankExchange(*given, abandoned=lambda: False, offload=inline).work()

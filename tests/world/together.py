@@ -1,7 +1,7 @@
 """What lies between the ranks of a simulated learner: connections, gradients and sums, in virtual time. asyncio.
 
-Stand-ins for the two ports of `workers.ranks`: `transport.Connections` and `step_agreement.Collectives`. Bytes between
-two ranks arrive in order, after drawn times; with either's death the connection ends a little later. Gradients of a
+Stand-ins for the streams of `workers.ranks.transport` and for `step_agreement.Collectives`. Bytes between two ranks
+arrive in order, after drawn times; with either's death the connection ends a little later. Gradients of a
 step are there once all ranks have come to it, a sum once all have put in their numbers. Where a rank is dead they never
 are: whoever waits is told soon in some lives (gloo), and in the others only by what its own exchange finds out (NCCL).
 """
@@ -18,7 +18,6 @@ from diloco.pipeline.errors import RankGone
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.wire import AVERAGED
 from diloco.workers.ranks.placement import Range, Shares
-from diloco.workers.ranks.transport import Streams
 from diloco_studies.virtual.chance import Chance
 
 BREAKS_S = 0.3
@@ -107,7 +106,7 @@ class Crew:
         if not all(one.done() for one in self._here):
             self._here[rank].cancel()
 
-    async def connected(self, rank: int) -> dict[int, Streams]:
+    async def connected(self, rank: int) -> dict[int, Any]:
         """Wait for all ranks, and connect to them."""
         others = [other for other in range(self.ranks) if other != rank]
         for one, two in [(rank, other) for other in others] + [(other, rank) for other in others]:
@@ -200,21 +199,8 @@ class WorldSum:
         return self.result.result()
 
 
-class WorldConnections:
-    """`transport.Connections` of one rank."""
-
-    def __init__(self, crew: Crew, rank: int) -> None:
-        self.rank, self.ranks, self._crew = rank, crew.ranks, crew
-
-    async def connect(self) -> dict[int, Streams]:
-        return await self._crew.connected(self.rank)
-
-    def close(self) -> None:
-        self._crew.close(self.rank)
-
-
 class Pipe:
-    """From one rank to another: a `transport.Writer` there, a stream here."""
+    """From one rank to another: a writer there, a stream here."""
 
     def __init__(self, crew: Crew, sender: Any, receiver: Any) -> None:
         self._crew, self._sender, self._receiver = crew, sender, receiver
@@ -238,7 +224,7 @@ class Pipe:
             self.end()
 
     async def wait_closed(self) -> None:
-        """As `transport.Writer`."""
+        """As `asyncio.StreamWriter`."""
 
     def end(self) -> None:
         """Nothing more comes."""

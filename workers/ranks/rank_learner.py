@@ -32,7 +32,7 @@ from diloco.workers.ranks.rank_exchange import GOODBYE_S, Rank, RankExchange
 from diloco.workers.ranks.shutdown import RankStopping, hang_limit_s
 from diloco.workers.ranks.step_agreement import Collectives, Decisions, StepSum, Sum, decode, encode
 from diloco.workers.ranks.topology import RankGroup
-from diloco.workers.ranks.transport import TcpConnections, Transport
+from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
@@ -378,10 +378,11 @@ class RankThread(ExchangeThread[Rank]):
         super().join()
         if self._aborting.ident is not None:  # a thread inside torch would crash Python's shutdown
             self._aborting.join(ABORT_S)
-        self._group.listener.close()
 
     def _work(self) -> None:
         super()._work()
+        for connection in self._group.connections.values():  # the thread may have failed before it used them
+            connection.close()
         if self.failure is None:
             return
         if isinstance(self.failure, RankGone):
@@ -401,8 +402,7 @@ class RankThread(ExchangeThread[Rank]):
         group, training = self._group, self._training
         bus, scripts = await redis_access.reach(self._url, self._run_name, training.learner)
         try:
-            most = max(fragment.elements for fragment in self._shares.layout.fragments)
-            transport = Transport(TcpConnections(group.rank, group.addresses, group.listener, group.token), most)
+            transport = Transport.over(group.rank, group.connections)
             given = bus, bus.clock, transport, training, self._shares, self._joined
             self._exchange = RankExchange(*given, abandoned=lambda: self._abandoned)
             async with meanwhile(scripts.watch()):

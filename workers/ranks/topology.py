@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -46,7 +47,7 @@ from diloco.workers.exchange.joining import PATIENCE_S
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.placement import Range
 from diloco.workers.ranks.shutdown import wait_for_gloo_threads
-from diloco.workers.ranks.transport import TOKEN_BYTES, listen
+from diloco.workers.ranks.transport import TOKEN_BYTES, accept_calls, call_lower_ranks, listen
 
 MAX_REFUSED = 2**14
 Element = Annotated[int, Field(ge=0, le=2**62)]
@@ -63,7 +64,7 @@ class Arguments(Message):
 
 
 class Readiness(Message):
-    """A rank's answer whether it can join."""
+    """A rank's answer whether it can go on to join."""
 
     max_bytes: ClassVar[int] = 2**17
 
@@ -109,6 +110,7 @@ class Address(Message):
 
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 
 def gather_messages(group: Any, own: M) -> list[M]:
@@ -311,10 +313,8 @@ class RankGroup:
     """The spec that rank 0 proposes."""
     held: tuple[dict[str, Range], ...]
     """The elements that each rank holds, by rank."""
-    addresses: tuple[tuple[str, int], ...]
-    """The address of each rank's exchange thread, by rank."""
-    listener: socket.socket
-    token: bytes
+    connections: Mapping[int, socket.socket]
+    """The connection to each other rank, for `transport.Transport`."""
 
     def start_sum(self, numbers: Sequence[int]) -> GlooSum:
         """Start a sum over all ranks; implements `step_agreement.Collectives.start_sum`."""
@@ -326,7 +326,6 @@ class RankGroup:
         gloo cannot abort a collective, and destroying a group waits for what is in flight: ranks that end would wait
         for each other.
         """
-        self.listener.close()
         # With one more reference a group is never destroyed, neither by the loop nor by the interpreter's shutdown.
         for group in list(distributed.distributed_c10d._world.pg_map):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -389,24 +388,30 @@ def rendezvous(
         with _warn_if_slow(ranks):
             group = _group_of(tuple(sorted(ranks)))
             rank = distributed.get_rank(group)
-            token = secrets.token_bytes(TOKEN_BYTES)
             _same_arguments(gather_messages(group, Arguments(arguments=tuple(asked.items()))))
-            spec = _proposed(group, propose)
-            own = Proposal(spec=spec, learner=learner[0], incarnation=learner[1], token=token)
+            token = secrets.token_bytes(TOKEN_BYTES)
+            own = Proposal(spec=_on_all(group, propose), learner=learner[0], incarnation=learner[1], token=token)
             agreed, *_ = said = gather_messages(group, own)
             _same_model(said)
             ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
-            told = gather_messages(group, HeldRows(machine=socket.gethostname(), held=ranges))
-            machines = [one.machine for one in told]
-            alone = len(set(machines)) == 1
-            listener = listen(LOOPBACK) if alone else listen()
-            host = LOOPBACK if alone else _own_address(machines[rank] == machines[0])
-            places = gather_messages(group, Address(host=host, port=listener.getsockname()[1]))
+            rows = gather_messages(group, HeldRows(machine=socket.gethostname(), held=ranges))
+            connections = _connect(group, [one.machine for one in rows], agreed.token)
     except RuntimeError as error:
         raise RankGone(f"the ranks of this learner have not met: {error}") from error
-    holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in told)
-    addresses, who = tuple((one.host, one.port) for one in places), (agreed.learner, agreed.incarnation)
-    return RankGroup(group, rank, who, agreed.spec, holds, addresses, listener, agreed.token)
+    holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in rows)
+    return RankGroup(group, rank, (agreed.learner, agreed.incarnation), agreed.spec, holds, connections)
+
+
+def _connect(group: Any, machines: Sequence[str], token: bytes) -> dict[int, socket.socket]:
+    """Connect this rank to all others; return the connections by rank. machines: of all ranks."""
+    rank, ranks, alone = distributed.get_rank(group), len(machines), len(set(machines)) == 1
+    with listen(LOOPBACK if alone else "") as listener:
+        host = LOOPBACK if alone else _own_address(machines[rank] == machines[0])
+        found = gather_messages(group, Address(host=host, port=listener.getsockname()[1]))
+        addresses = [(one.host, one.port) for one in found]
+        connections = _on_all(group, partial(call_lower_ranks, rank, addresses, token))
+        # All have called, so none of these calls is waited for.
+        return connections | _on_all(group, partial(accept_calls, listener, rank, ranks, token))
 
 
 @contextmanager
@@ -428,14 +433,14 @@ def _warn_if_slow(ranks: Sequence[int]) -> Iterator[None]:
         timer.cancel()
 
 
-def _proposed(group: Any, propose: Callable[[], Spec]) -> Spec:
-    """Return this rank's proposal once every rank has one.
+def _on_all(group: Any, do: Callable[[], T]) -> T:
+    """Return what `do` returns once it has succeeded on every rank.
 
-    A rank without a proposal reports its refusal to all; otherwise the others would wait for it in the next exchange.
+    A rank on which it fails reports its refusal to all; otherwise the others would wait for it in the next exchange.
     """
     refusal: DilocoError | None = None
     try:
-        spec = propose()
+        done = do()
     except DilocoError as error:
         refusal = error
     said = gather_messages(group, Readiness(refused="" if refusal is None else str(refusal)[:MAX_REFUSED]))
@@ -444,7 +449,7 @@ def _proposed(group: Any, propose: Callable[[], Spec]) -> Spec:
     for rank, one in enumerate(said):
         if one.refused:
             raise UsageError(f"rank {rank} of this learner cannot join: {one.refused}")
-    return spec
+    return done
 
 
 def _same_arguments(said: Sequence[Arguments]) -> None:

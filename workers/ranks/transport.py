@@ -1,17 +1,17 @@
 """Requests between the exchange threads of a learner's ranks, over TCP: each rank is connected to each other. asyncio.
 
-A rank connects to those with lower numbers and accepts connections from those with higher ones. The connecting rank
-sends the token that the ranks agreed on when they met, and waits for a reply: a TCP connection by itself proves
-nothing, since the kernel accepts connections also for a process that is about to die.
+torch.distributed cannot carry them: a gloo receive from any rank, or a pop from a TCPStore's queue, goes on waiting
+when the sender is killed, and a gloo receive from one rank cannot be broken off (`abort` has no effect on it), so its
+thread would outlive the learner. A socket reports a killed process at once, because the kernel closes its connections,
+and an unreachable machine after `SILENT_S`.
 
-A message has a head (msgpack: the kind of request and its number) and may carry a vector's bytes. Each request gets one
-answer. A rank begins to work on another rank's requests in the order in which they were sent.
+The connections are made while the ranks meet (`call_lower_ranks`, `accept_calls`). A message has a head (msgpack: the
+number and the kind of request) and may carry a vector. Each request gets one answer. A rank begins to work on another
+rank's requests in the order in which they were sent.
 
-A rank whose process is killed is noticed at once, because the kernel closes its connections; a rank whose machine is
-unreachable is noticed after `SILENT_S`. Either breaks this rank's learner: `watch` raises. The rank that finds out
-tells all others why before its own connections close; otherwise they would take it for the cause. It also names the
-rank that reports to the run (on the bus), which is the lowest rank that is left. That reporter tells all other ranks
-too, so that they know it is alive; a rank that cannot reach the reporter reports to the run itself.
+A rank that is gone breaks this rank's learner: `watch` raises. Whoever finds out tells all others the reason before its
+own connections close; otherwise they would take it for the cause. Those in turn tell all others, so that each knows
+which ranks are left. The lowest of these reports to the run, on the bus.
 """
 
 import asyncio
@@ -20,9 +20,11 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
-from typing import Any, Protocol, Self, TypeVar
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, Self, TypeVar
 
 import msgpack
 import numpy as np
@@ -32,81 +34,38 @@ import structlog
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, DilocoError, RankGone, UsageError
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
-from diloco.pipeline.waiting import meanwhile
+from diloco.workers.ranks.placement import SLICE
+
+Float32 = npt.NDArray[np.float32]
+T = TypeVar("T")
+# Called with the rank that asks, then the request's arguments, a vector last. It must return what msgpack can encode.
+Handler = Callable[..., Awaitable[Any]]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 SILENT_S = 20
-CONNECT_S = 60.0
+# Seconds for all ranks to connect, and for a caller to say who it is.
+CONNECT_S, HELLO_S = 60.0, 5.0
 TOKEN_BYTES = 32
-_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
-_TAKEN = b"\1"
+MAX_HEAD_BYTES = 16 * 2**20
+# Seconds that the other ranks get to hear why this rank ends (`INFORM_S`), and that a report to the bus may take
+# (`REPORT_S`).
+INFORM_S, REPORT_S = 5.0, 2.0
+# The kinds of error that travel to the asking rank; every other one travels as UsageError. The asking rank retries
+# after those of the bus.
+KINDS = {kind.__name__: kind for kind in (UsageError, BusError, BusUnavailable, BusFull)}
+_HELLO, _SIZES = struct.Struct(f"<{TOKEN_BYTES}sI"), struct.Struct("<IQ")
+# All sockets of this process's ranks.
+_sockets = weakref.WeakSet[socket.socket]()
 
 
-# (file descriptor, inode) of sockets to other ranks; some may be closed by now. The inode tells whether the descriptor
-# still belongs to the same socket.
-_ours: set[tuple[int, int]] = set()
-
-
-def _is_open(one: tuple[int, int]) -> bool:
-    fd, inode = one
-    try:
-        return os.fstat(fd).st_ino == inode
-    except OSError:
-        return False
-
-
-def _note(fd: int) -> None:
-    _ours.intersection_update([one for one in _ours if _is_open(one)])
-    _ours.add((fd, os.fstat(fd).st_ino))
-
-
-def _let_go() -> None:
-    """Close the sockets in a forked child, such as a data-loading worker: an open copy would make a dead rank look
-    alive."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for one in _ours:
-        if _is_open(one):
-            os.dup2(nothing, one[0], inheritable=False)  # keep the number in use: its Python owner may close it
-    os.close(nothing)
+def _close_in_child() -> None:
+    """Close the sockets in a forked child, such as a data-loading worker: a copy would make a dead rank look alive."""
+    for one in _sockets:
+        one.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
-
-
-class Writer(Protocol):
-    """The part of `asyncio.StreamWriter` that `Transport` uses."""
-
-    def write(self, data: bytes | memoryview, /) -> None:
-        """Send bytes, in order."""
-
-    async def drain(self) -> None:
-        """Wait until there is room for more; raise OSError if nobody reads any more."""
-
-    def close(self) -> None:
-        """Stop sending."""
-
-    async def wait_closed(self) -> None:
-        """Wait until the writer is closed."""
-
-
-Streams = tuple[asyncio.StreamReader, Writer]
-
-
-class Connections(Protocol):
-    """The way in which one rank is connected to the others."""
-
-    rank: int
-    ranks: int
-
-    async def connect(self) -> dict[int, Streams]:
-        """Connect to all other ranks; return the connections by rank. Nothing is read from them yet.
-
-        Raises:
-            RankGone: a rank does not answer in time.
-        """
-
-    def close(self) -> None:
-        """Refuse all connections from now on: they cannot come from a rank."""
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def listen(host: str = "") -> socket.socket:
@@ -115,136 +74,84 @@ def listen(host: str = "") -> socket.socket:
         listener = socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True)
     except (OSError, ValueError):  # there is no IPv6 here, or the host is an IPv4 address
         listener = socket.create_server((host, 0))
-    _note(listener.fileno())
+    _sockets.add(listener)
     return listener
 
 
-class TcpConnections:
-    """`Connections` over TCP."""
+def call_lower_ranks(rank: int, addresses: Sequence[tuple[str, int]], token: bytes) -> dict[int, socket.socket]:
+    """Connect to all ranks with lower numbers; return the connections by rank. token: proves that this is a rank.
 
-    def __init__(self, rank: int, addresses: Sequence[tuple[str, int]], listener: socket.socket, token: bytes) -> None:
-        """addresses: of all ranks. token: proves that a connecting process is one of them."""
-        self.rank, self.ranks = rank, len(addresses)
-        self._addresses, self._listener, self._token = addresses, listener, token
-        self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-        self._all_here = asyncio.Event()
-        self._server: asyncio.Server | None = None
-
-    async def connect(self) -> dict[int, Streams]:
-        """Connect to all other ranks; implements `Connections.connect`."""
-        self._server = await asyncio.start_server(self._called, sock=self._listener)
-        above = range(self.rank + 1, self.ranks)
-        try:
-            async with asyncio.timeout(CONNECT_S), meanwhile(*map(self._watch, above)):
-                for other in range(self.rank):
-                    reader, writer = await asyncio.open_connection(*self._addresses[other])
-                    writer.write(_HELLO.pack(self._token, self.rank))
-                    try:
-                        if await reader.read(1) != _TAKEN:
-                            raise ConnectionError(f"rank {other} hangs up")
-                    except BaseException:
-                        writer.close()
-                        raise
-                    self._connected(other, reader, writer)
-                if self.ranks > 1:
-                    await self._all_here.wait()
-        except (OSError, TimeoutError) as error:
-            self._give_up()
-            missing = [r for r in range(self.ranks) if r != self.rank and r not in self._connections]
-            raise RankGone(f"rank {self.rank} of this learner cannot reach ranks {missing}: {error!r}") from error
-        except BaseException:
-            self._give_up()
-            raise
-        return dict(self._connections)
-
-    async def _watch(self, other: int) -> None:
-        """Notice that a higher rank dies before it connects: its listener closes with it. Runs until cancelled.
-
-        Raises:
-            ConnectionError: the rank has died.
-        """
-        try:
-            reader, writer = await asyncio.open_connection(*self._addresses[other])
+    Raises:
+        RankGone: a rank cannot be reached.
+    """
+    connections = {}
+    with ExitStack() as opened:
+        for other in range(rank):
             try:
-                await reader.read(1)  # a living rank sends nothing on this connection
-            finally:
-                writer.close()
-            raise ConnectionError(f"rank {other} has ended")
-        except ConnectionError:
-            if other not in self._connections:
-                raise
-        except OSError:  # it is not reachable from here, but may still connect to this rank
-            pass
-        await asyncio.Event().wait()
-
-    def close(self) -> None:
-        """Refuse all connections from now on; implements `Connections.close`."""
-        if self._server is not None:
-            self._server.close()
-
-    def _give_up(self) -> None:
-        self.close()
-        for _, writer in self._connections.values():
-            writer.close()
-
-    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                token, other = _HELLO.unpack(await reader.readexactly(_HELLO.size))
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            token, other = b"", 0
-        if (
-            not hmac.compare_digest(token, self._token)
-            or not self.rank < other < self.ranks
-            or other in self._connections
-        ):
-            writer.close()
-            return
-        writer.write(_TAKEN)
-        self._connected(other, reader, writer)
-
-    def _connected(self, other: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = writer.get_extra_info("socket")
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in ("TCP_KEEPIDLE", SILENT_S // 4), ("TCP_KEEPINTVL", SILENT_S // 4), ("TCP_KEEPCNT", 3):
-            if hasattr(socket, name):
-                line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
-        self._connections[other] = reader, writer
-        _note(line.fileno())
-        if len(self._connections) == self.ranks - 1:
-            self._all_here.set()
+                connection = opened.enter_context(socket.create_connection(addresses[other], timeout=CONNECT_S))
+                connection.sendall(_HELLO.pack(token, rank))
+            except OSError as error:
+                raise RankGone(f"rank {rank} of this learner cannot reach rank {other}: {error!r}") from error
+            connections[other] = _prepared(connection)
+        opened.pop_all()
+    return connections
 
 
-Float32 = npt.NDArray[np.float32]
-T = TypeVar("T")
-# Called with the rank that asks, then the request's arguments, a vector last. It must return what msgpack can encode.
-Handler = Callable[..., Awaitable[Any]]
+def accept_calls(listener: socket.socket, rank: int, ranks: int, token: bytes) -> dict[int, socket.socket]:
+    """Accept the connections of all ranks with higher numbers, which have called already; return them by rank.
 
-# Bytes written or read at a time.
-SLICE_BYTES = 2**20
-MAX_HEAD_BYTES = 16 * 2**20
-# Seconds that the other ranks get to hear why this rank ends (`INFORM_S`), and that a report to the bus may take
-# (`REPORT_S`).
-INFORM_S, REPORT_S = 5.0, 2.0
-# The kinds of error that travel to the asking rank; every other one travels as UsageError. The asking rank retries
-# after those of the bus.
-KINDS = {kind.__name__: kind for kind in (UsageError, BusError, BusUnavailable, BusFull)}
-_SIZES = struct.Struct("<IQ")
+    Raises:
+        RankGone: a rank has not called.
+    """
+    connections = dict[int, socket.socket]()
+    until_s = time.monotonic() + CONNECT_S
+    with ExitStack() as opened:
+        while len(connections) < ranks - 1 - rank:
+            try:
+                listener.settimeout(max(0.0, until_s - time.monotonic()))
+                connection, _ = listener.accept()
+            except OSError as error:  # TimeoutError and BlockingIOError among them
+                missing = sorted({*range(rank + 1, ranks)} - connections.keys())
+                raise RankGone(f"ranks {missing} of this learner have not called rank {rank}: {error!r}") from error
+            other = _caller(connection, token)
+            if rank < other < ranks and other not in connections:
+                connections[other] = _prepared(opened.enter_context(connection))
+            else:
+                connection.close()
+        opened.pop_all()
+    return connections
+
+
+def _caller(connection: socket.socket, token: bytes) -> int:
+    """Return the rank that has called; -1 if it is none."""
+    try:
+        connection.settimeout(HELLO_S)
+        said, other = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+    except (OSError, struct.error):
+        return -1
+    return int(other) if hmac.compare_digest(said, token) else -1
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    limits = {"KEEPIDLE": SILENT_S // 4, "KEEPINTVL": SILENT_S // 4, "KEEPCNT": 3, "USER_TIMEOUT": 1000 * SILENT_S}
+    for name, value in limits.items():
+        if hasattr(socket, f"TCP_{name}"):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+    _sockets.add(connection)
+    return connection
 
 
 class Transport:
-    """One rank's connections. Use it in `async with`: nothing is connected before."""
+    """One rank's connections. Use it in `async with`."""
 
-    def __init__(self, lines: Connections, most: int) -> None:
-        """most: largest number of elements in a vector."""
-        self.rank, self.ranks = lines.rank, lines.ranks
-        self._connections, self._most = lines, most
+    def __init__(self, rank: int, ranks: int, streams: Callable[[], Awaitable[Mapping[int, Streams]]]) -> None:
+        """streams: returns the streams of the connections, by rank; it is called on entry."""
+        self.rank, self.ranks, self._streams = rank, ranks, streams
         self._handlers: dict[str, Handler] = {"broken": self._take_broken}
-        self._writers: dict[int, Writer] = {}
-        self._locks = [asyncio.Lock() for _ in range(lines.ranks)]
+        self._writers: dict[int, asyncio.StreamWriter] = {}
         self._numbers = itertools.count()
         self._asked: dict[int, tuple[int, asyncio.Future[Any]]] = {}
         """Maps the number of a request to the rank that was asked and to its answer."""
@@ -256,35 +163,41 @@ class Transport:
         """True once the ranks leave: connections that end are then no error."""
         self.reason = ""
         """The reason for which all ranks end, once a rank has given one. Connections that end then have it too."""
-        self._gone_ranks = set[int]()
-        self._informed = {self.rank}
-        """Ranks that know the reason."""
-        self._reporter = -1
-        """The rank that reports to the run; -1 until it is known."""
+        self._reported = False
+        """True if a rank reports the reason to the run whichever ranks are left."""
+        self._left = {self.rank}
+        """Ranks that are known to live since there is a reason."""
+
+    @classmethod
+    def over(cls, rank: int, connections: Mapping[int, socket.socket]) -> Self:
+        """Return the transport over the connections made while the ranks met, by rank."""
+
+        async def streams() -> dict[int, Streams]:
+            limit = 4 * SLICE
+            return {other: await asyncio.open_connection(sock=one, limit=limit) for other, one in connections.items()}
+
+        return cls(rank, len(connections) + 1, streams)
 
     def handle(self, **handlers: Handler) -> None:
         """Register handlers for requests, by kind."""
         self._handlers |= handlers
 
     async def __aenter__(self) -> Self:
-        """Connect to all other ranks. Requests are answered from now on: call `handle` before.
+        """Begin to answer requests: call `handle` before.
 
         Raises:
-            RankGone: a rank does not answer in time.
+            RankGone: the ranks are not connected.
         """
-        for other, (reader, writer) in (await self._connections.connect()).items():
+        for other, (reader, writer) in (await self._streams()).items():
             self._writers[other] = writer
             self._receivers[other] = self.start_task(self._receive(other, reader))
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        found = self._found or error
-        if not self.reason and isinstance(found, Exception) and not (self.leaving and isinstance(found, RankGone)):
+        found = self._failure or error
+        if isinstance(found, Exception) and not (self.leaving and isinstance(found, RankGone)):
             await self.end_all(self._worded(found))
-        elif self.reports:
-            await self.end_all(self.reason)
         self.leaving = True
-        self._connections.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -295,7 +208,7 @@ class Transport:
                 await writer.wait_closed()
 
     @property
-    def _found(self) -> BaseException | None:
+    def _failure(self) -> BaseException | None:
         """The error that broke this rank; None if there is none."""
         if not self._broken.done() or self._broken.cancelled():  # cancelled with its watcher, by an error elsewhere
             return None
@@ -309,8 +222,8 @@ class Transport:
 
     @property
     def reports(self) -> bool:
-        """True if this rank is the one that reports `why` to the run. Valid once all is over."""
-        return self._reporter == self.rank
+        """True if this rank is the one that reports `reason` to the run. Valid once all is over."""
+        return bool(self.reason) and not self._reported and self.rank == min(self._left)
 
     async def end(self, why: str) -> None:
         """Make all ranks end for this reason, this rank's exchange and every waiter here included."""
@@ -318,27 +231,33 @@ class Transport:
         await asyncio.sleep(INFORM_S + REPORT_S)
 
     async def end_all(self, why: str, reported: bool = False) -> None:
-        """Make all other ranks end for this reason; this one is about to. reported: it reports to the run itself."""
-        self.reason = why
-        reporter = self.rank if reported or self.reports else min({*range(self.ranks)} - self._gone_ranks)
+        """Make all other ranks end, for this reason unless there is one already; this one is about to.
+
+        reported: this rank reports it to the run itself.
+        """
+        self.reason = self.reason or why
+        self._reported |= reported
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         with suppress(TimeoutError):
             async with asyncio.timeout(INFORM_S):
-                await asyncio.gather(*(self._tell(rank, reporter) for rank in others), return_exceptions=True)
-        if not reported:
-            self._reporter = reporter if reporter in self._informed else self.rank
+                await asyncio.gather(*map(self._inform, others), return_exceptions=True)
 
-    async def _tell(self, rank: int, reporter: int) -> None:
-        await self.ask(rank, "broken", self.reason, reporter)
-        self._informed.add(rank)
+    async def _inform(self, rank: int) -> None:
+        await self.ask(rank, "broken", self.reason, self._reported)
+        self._left.add(rank)
+
+    async def _take_broken(self, rank: int, why: str, reported: bool) -> None:
+        self._left.add(rank)
+        self._reported |= reported
+        self.reason = self.reason or why
+        self._break(RankGone(self.reason))
 
     async def cause(self, within_s: float) -> str:
         """Return the reason for which all ranks end if it becomes known within `within_s` seconds, else ""."""
         with suppress(TimeoutError, DilocoError):
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._broken)
-        found = self._found
-        return self.reason or ("" if found is None else self._worded(found))
+        return self.reason or ("" if self._failure is None else self._worded(self._failure))
 
     async def watch(self) -> None:
         """Wait until a rank is gone; never returns normally.
@@ -354,7 +273,7 @@ class Transport:
         await asyncio.wait({self._receivers[rank]})
 
     async def ask(self, rank: int, what: str, *said: Any, vector: Float32 | None = None) -> Any:
-        """Send a request to a rank and return its answer.
+        """Send a request to a rank and return its answer. vector: of at most `SLICE` elements.
 
         Raises:
             UsageError, BusError: the handler there raised it.
@@ -365,9 +284,7 @@ class Transport:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._asked[number] = rank, answer
         try:
-            # Shielded: a message must be written to its end even if the caller is cancelled, since the receiver would
-            # read the next message as the rest of this one.
-            await asyncio.shield(self.start_task(self._write(rank, [number, what, *said], vector)))
+            await self._write(rank, [number, what, *said], vector)
             return await answer
         finally:
             self._asked.pop(number, None)
@@ -376,16 +293,16 @@ class Transport:
         """Send a request to a rank without waiting for an answer."""
         self.start_task(self.ask(rank, what, *said))
 
-    # --- inside -------------------------------------------------------------------------------------------
-
     def start_task(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Start a task; if it fails, this rank's learner is broken (`watch` raises)."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._task_ended)
         return task
 
-    def _ended(self, task: "asyncio.Task[Any]") -> None:
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _task_ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._break(error)
@@ -394,29 +311,20 @@ class Transport:
         if not self._broken.done() and not self.leaving:
             self._broken.set_exception(error)
 
-    async def _take_broken(self, rank: int, why: str, reporter: int) -> None:
-        self._informed.add(rank)
-        if not self.reason:
-            self.reason, self._reporter = why, reporter
-        self._break(RankGone(self.reason))
-
     async def _write(self, rank: int, head: list[Any], vector: Float32 | None = None) -> None:
         packed: bytes = msgpack.packb([vector is not None, *head])
         data = memoryview(b"") if vector is None else as_bytes(vector)
         try:
-            async with self._locks[rank]:
-                if (writer := self._writers.get(rank)) is None:
-                    raise ConnectionError("it is no longer connected")
-                writer.write(_SIZES.pack(len(packed), len(data)) + packed)
-                for start in range(0, len(data), SLICE_BYTES):
-                    writer.write(data[start : start + SLICE_BYTES])
-                    await writer.drain()
-                await writer.drain()
+            if (writer := self._writers.get(rank)) is None:
+                raise ConnectionError("it is no longer connected")
+            # Without an `await` in between, so that a message is contiguous, and whole even if the caller is cancelled.
+            writer.write(_SIZES.pack(len(packed), len(data)) + packed)
+            writer.write(data)
+            await writer.drain()
         except OSError as error:
             raise self._gone(rank, error) from error
 
     def _gone(self, rank: int, error: BaseException) -> RankGone:
-        self._gone_ranks.add(rank)
         if self.reason:
             return RankGone(self.reason)
         how = "is gone" if isinstance(error, (OSError, EOFError)) else f"sent unreadable data ({error}): it is gone"
@@ -426,15 +334,14 @@ class Transport:
         try:
             while True:
                 size, nbytes = _SIZES.unpack(await reader.readexactly(_SIZES.size))
-                if size > MAX_HEAD_BYTES or nbytes > 4 * self._most or nbytes % 4:
+                if size > MAX_HEAD_BYTES or nbytes > 4 * SLICE or nbytes % 4:
                     raise ValueError(f"a head of {size} and a vector of {nbytes} bytes cannot come from a rank")
                 has_vector, number, what, *said = msgpack.unpackb(await reader.readexactly(size))
-                if what is not None and what not in self._handlers:
-                    raise ValueError(f"{what!r:.40} is not a known request")
                 if has_vector:
-                    said.append(await _read_vector(reader, nbytes))
+                    said.append(pooled(nbytes // 4, np.float32))
+                    as_bytes(said[-1])[:] = await reader.readexactly(nbytes)
                 self._dispatch(rank, number, what, said)
-        except (OSError, asyncio.IncompleteReadError, ValueError, TypeError) as error:
+        except (OSError, EOFError, ValueError, TypeError) as error:
             gone = self._gone(rank, error)
             self._break(gone)
             self._writers.pop(rank).close()  # later requests to this rank fail at once
@@ -446,6 +353,8 @@ class Transport:
     def _dispatch(self, rank: int, number: int, what: str | None, said: list[Any]) -> None:
         # Tasks start in the order of their creation, so a rank's requests are begun in the order in which it sent them.
         if what is not None:
+            if what not in self._handlers:
+                raise ValueError(f"{what!r:.40} is not a known request")
             self.start_task(self._answer(rank, number, what, said))
         elif number in self._asked and not (answer := self._asked[number][1]).done():
             kind, found = said
@@ -468,15 +377,3 @@ class Transport:
             kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), UsageError.__name__)
             found = str(error)
         await self._write(rank, [number, None, kind, found])
-
-
-async def _read_vector(reader: asyncio.StreamReader, nbytes: int) -> Float32:
-    vector = pooled(nbytes // 4, np.float32)
-    data, done = as_bytes(vector), 0
-    while done < nbytes:
-        piece = await reader.read(min(SLICE_BYTES, nbytes - done))
-        if not piece:
-            raise ConnectionError("the connection was closed in mid-vector")
-        data[done : done + len(piece)] = piece
-        done += len(piece)
-    return vector
