@@ -37,20 +37,21 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         self.ended = list[tuple[int, bool]]()
-        self.looks = list[float | None]()
-        """How long it would wait for a signal, each time; None: until one comes, since it asks nobody to come back."""
+        self.reads = 0
+        """How often it has read signals, its own probes' among them."""
         self.came = list[int]()
-        monkeypatch.setattr(shutdown, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(shutdown, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=time.sleep))
         monkeypatch.setattr(shutdown, "PROBE_S", 0.01)
         self.stopping = RankStopping()
         read, is_watched = self.stopping._read, self.stopping._is_watched
 
-        def noted(reader: socket.socket, within_s: float | None) -> list[int] | None:
-            self.looks.append(within_s)
-            return read(reader, within_s)
+        def noted(reader: socket.socket) -> list[int] | None:
+            self.reads += 1
+            return read(reader)
 
         def judged(number: int) -> bool:
-            self.came.append(number)
+            if number != PROBE:
+                self.came.append(number)
             return is_watched(number)
 
         monkeypatch.setattr(self.stopping, "_read", noted)
@@ -60,17 +61,23 @@ class Watched:
     @property
     def asks(self) -> bool:
         """Whether it asks the main thread to come back."""
-        return bool(self.looks) and self.looks[-1] is not None
+        return self.stopping._awaited > 0
 
     def passes(self, seconds: float) -> None:
         """So much time, and it has looked since: the main thread, where it is here, has come back."""
         self.now_s += seconds
-        looked = len(self.looks)
-        until(lambda: len(self.looks) > looked + 1)
+        self.looks_twice()
         if threading.current_thread() is threading.main_thread() and not self.stopping._over:
             until(lambda: self.stopping._responded_s == self.now_s)
-            looked = len(self.looks)
-            until(lambda: len(self.looks) > looked + 1)
+            self.looks_twice()
+
+    def looks_twice(self) -> None:
+        """Wait until it has read what came, twice."""
+        for _ in range(2):
+            reads = self.reads
+            if self.stopping._over:  # it probes no more: a signal that nobody watches has it look
+                os.kill(os.getpid(), signal.SIGURG)
+            until(lambda: self.reads > reads)  # noqa: B023  # called here
 
     def is_ended_after(self, limit_s: float) -> None:
         """Let so much time pass, and see that nobody is ended shortly before; the caller asks by which signal."""
@@ -184,7 +191,7 @@ def test_a_watch_whose_other_end_is_closed_is_over() -> None:
     reader, writer = socket.socketpair()
     with reader:
         writer.close()
-        assert RankStopping()._read(reader, 0.2) is None
+        assert RankStopping()._read(reader) is None
 
 
 def test_ctrl_c_that_was_raised_is_the_loops_affair(watched: Watched) -> None:
@@ -209,18 +216,18 @@ def test_a_programs_own_handlers_are_left_to_it(watched: Watched) -> None:
         watched.now_s += 3 * HANG_S
 
     inside(beside)
-    assert (own, watched.came, watched.looks, watched.ended) == ([signal.SIGTERM], [signal.SIGTERM], [None], [])
+    assert (own, watched.came, watched.asks, watched.ended) == ([signal.SIGTERM], [signal.SIGTERM], False, [])
 
 
 def test_a_signal_to_a_forked_child_is_not_this_ranks(watched: Watched) -> None:
     """Such as one that loads data, which ends as by default."""
     watched.stopping.install()
-    until(lambda: watched.looks)
+    until(lambda: watched.reads)
     if not (child := os.fork()):
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert (watched.came, watched.looks, watched.ended) == ([], [None], [])
+    assert (watched.came, watched.reads, watched.ended) == ([], 1, [])
 
 
 def test_a_loop_that_is_woken_by_signals_keeps_its_descriptor() -> None:

@@ -37,6 +37,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -44,7 +45,6 @@ import structlog
 
 from diloco.pipeline.errors import RankGone
 from diloco.pipeline.process.signals import AGAIN_STATUS
-from diloco.pipeline.waiting import TICK_S
 from diloco.workers.background import OwnThread
 from diloco.workers.ranks.transport import INFORM_S, Transport
 from diloco.workers.stopping import HANGUP, STOPS, Stopping
@@ -65,8 +65,8 @@ class ExitBarrier:
         """Steps that this rank has trained. The training thread writes it."""
         self._left: dict[int, int] = {}
         """Maps a rank that has left its loop to its number of steps."""
-        self._more = asyncio.Event()
-        transport.handle(left=self._take_left, steps=self._say_steps)
+        self._all_left = asyncio.Event()
+        transport.handle(left=self._take_left, steps=self._answer_steps)
 
     async def wait_for_all(self) -> None:
         """Announce that this rank has left its loop, and wait for the others.
@@ -78,20 +78,15 @@ class ExitBarrier:
             self._transport.tell(rank, "left", self.steps)
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_TOGETHER_S):
-                while len(self._left) < self._transport.ranks:
-                    self._more.clear()
-                    await self._more.wait()
-        others = [rank for rank in range(self._transport.ranks) if rank not in self._left]
-        if others:
+                await self._all_left.wait()
+        how = _steps_text(self._left)
+        if others := [rank for rank in range(self._transport.ranks) if rank not in self._left]:
             there = _steps_text({rank: await _steps_of(self._transport, rank) for rank in others})
-            await self._end(f"{_steps_text(self._left)}; in {LEAVE_TOGETHER_S:g} s these have not: {there}")
-        if len(set(self._left.values())) > 1:
-            await self._end(_steps_text(self._left))
-
-    async def _end(self, how: str) -> None:
-        why = f"ranks of this learner have left their loops: {how}. {EQUALLY[0].upper()}{EQUALLY[1:]}"
-        await self._transport.end(why)
-        raise RankGone(why)
+            how = f"{how}; in {LEAVE_TOGETHER_S:g} s these have not: {there}"
+        if others or len(set(self._left.values())) > 1:
+            why = f"ranks of this learner have left their loops: {how}. {EQUALLY[0].upper()}{EQUALLY[1:]}"
+            await self._transport.end(why)
+            raise RankGone(why)
 
     async def watch(self) -> None:
         """Warn when the ranks wait for each other at different steps. Runs at rank 0 until cancelled."""
@@ -100,18 +95,18 @@ class ExitBarrier:
             await asyncio.sleep(APART_S)
             if self.steps == before:
                 with suppress(RankGone):  # either the learner ends by it, or all ranks are leaving: no warning needed
-                    said = await asyncio.gather(
-                        *(self._transport.ask(r, "steps") for r in range(self._transport.ranks))
-                    )
+                    ranks = range(self._transport.ranks)
+                    said = await asyncio.gather(*(self._transport.ask(rank, "steps") for rank in ranks))
                     if len(set(said)) > 1:
                         structlog.get_logger().warning("ranks_apart", steps=said, detail=f"no step goes on: {EQUALLY}")
             before = self.steps
 
     async def _take_left(self, rank: int, steps: int) -> None:
         self._left[rank] = steps
-        self._more.set()
+        if len(self._left) == self._transport.ranks:
+            self._all_left.set()
 
-    async def _say_steps(self, _: int) -> int:
+    async def _answer_steps(self, _: int) -> int:
         return self.steps
 
 
@@ -138,16 +133,12 @@ def _steps_text(steps: Mapping[int, int | str]) -> str:
 
 
 # Seconds that the main thread has to come back after a signal, or to call the learner after the exchange has failed. If
-# steps take longer, it has the time of `HANG_STEPS` steps.
-HANG_S = 10.0
-HANG_STEPS = 2
-# Upper limit of that time. One step that contains an evaluation or a compilation raises the average step time for many
-# steps, and the learner is down for as long as the wait takes. Ending sooner loses at most a step that no rank can
-# publish any more.
-MOST_HANG_S = 120.0
-# Seconds that the main thread has to come back after a second signal.
-SECOND_SIGNAL_S = 2.0
-PROBE_S = 0.5
+# steps take longer, it has the time of `HANG_STEPS` steps, but at most `MOST_HANG_S`: one step that contains an
+# evaluation or a compilation raises the average step time for many steps. Ending sooner loses at most a step that no
+# rank can publish any more.
+HANG_S, HANG_STEPS, MOST_HANG_S = 10.0, 2, 120.0
+# Seconds that the main thread has to come back after a second signal, and between two probes.
+SECOND_SIGNAL_S, PROBE_S = 2.0, 0.5
 # Seconds for the other ranks and the bus to hear why this rank ends, after one signal and after a second one.
 REPORT_S, REPORT_AT_ONCE_S = 10.0, 2.0
 PROBE: signal.Signals | None = getattr(signal, "SIGURG", None)  # Windows has none
@@ -165,10 +156,11 @@ class RankStopping(Stopping):
         """Returns the duration of this rank's steps, in seconds."""
         self.report: Callable[[str, float], str] = lambda why, within_s: why
         """Tells the other ranks and the bus why this rank ends, within a time in seconds; returns what to log."""
+        self._awaited = 0
+        """The signal for which the main thread is to come back; 0 if there is none."""
         self._responded_s = 0.0
         """Time at which the main thread was last known to be in Python."""
-        self._reader: socket.socket | None = None
-        self._writer: socket.socket | None = None
+        self._wakeup: socket.socket | None = None
 
     def install(self) -> None:
         """Note the signals, as `Stopping.install` does, and begin to watch."""
@@ -185,24 +177,24 @@ class RankStopping(Stopping):
             reader.close()
             writer.close()
             return
-        self._reader, self._writer = reader, writer
+        self._wakeup = writer
         signal.signal(PROBE, self._on_probe)
         _watches.append(self)
-        OwnThread("signals", self._watch).start()
+        OwnThread("signals", partial(self._watch, reader)).start()
 
     def restore(self) -> None:
         """Undo `install`. If called in another thread than the main one, the watch stays but does nothing."""
         super().restore()
-        if threading.current_thread() is not threading.main_thread() or self._writer is None:
+        if threading.current_thread() is not threading.main_thread() or self._wakeup is None:
             return
-        if (now := signal.set_wakeup_fd(-1)) != self._writer.fileno():
+        if (now := signal.set_wakeup_fd(-1)) != self._wakeup.fileno():
             signal.set_wakeup_fd(now)
         if PROBE is not None and signal.getsignal(PROBE) == self._on_probe:
             signal.signal(PROBE, signal.SIG_DFL)
         with suppress(OSError):
-            self._writer.send(b"\0")
-        self._writer.close()
-        self._writer = None
+            self._wakeup.send(b"\0")
+        self._wakeup.close()
+        self._wakeup = None
         _watches.remove(self)
 
     def _on_probe(self, number: int, frame: FrameType | None) -> None:
@@ -210,53 +202,33 @@ class RankStopping(Stopping):
 
     # --- the thread beside --------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        assert self._reader is not None  # noqa: S101  # made before the thread
-        asked = count = 0  # the signal that the main thread must come back for; the number of signals that came
+    def _watch(self, reader: socket.socket) -> None:
+        count = 0  # of the signals that came
         again = False  # a second signal came, so that the main thread has only SECOND_SIGNAL_S
         seen_s = until_s = 0.0
-        with self._reader as reader:
-            while (came := self._read(reader, PROBE_S if asked else None)) is not None:
+        with reader:
+            while (came := self._read(reader)) is not None:
                 now = time.monotonic()
-                if not asked and came:
-                    asked, seen_s, until_s = came[0], self._responded_s, now + self._given_s()
+                if not self._awaited and came:
+                    self._awaited, seen_s, until_s = came[0], self._responded_s, now + hang_limit_s(self.step_s())
                 count += sum(number != HANGUP for number in came)
                 if came and count > 1:
                     until_s, again = min(until_s, now + SECOND_SIGNAL_S), True
                 # The main thread came back to Python, but it may enter torch again before its loop ends: watch on.
                 if self._responded_s != seen_s:
-                    seen_s, until_s, again = self._responded_s, now + self._given_s(), False
-                    asked = asked if self.heard else 0  # 0: KeyboardInterrupt was raised; the loop sees it
-                    count = count if asked else 0
-                elif asked and now > until_s and not self._over:
-                    self._end(asked, again)
-                if asked and not self._over:
-                    self._probe()
+                    seen_s, until_s, again = self._responded_s, now + hang_limit_s(self.step_s()), False
+                    if not self.heard:  # KeyboardInterrupt was raised; the loop sees it
+                        self._awaited = count = 0
+                elif self._awaited and now > until_s and not self._over:
+                    self._end(self._awaited, again)
+                if self._awaited and not self._over:
+                    time.sleep(PROBE_S)
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)  # which the next read hears
 
-    def _read(self, reader: socket.socket, within_s: float | None) -> list[int] | None:
-        """Return the watched signals that came, after at most `within_s` seconds; None once the watch is over."""
-        until_s = None if within_s is None else time.monotonic() + within_s
-        while until_s is None or time.monotonic() < until_s:
-            reader.settimeout(None if until_s is None else max(until_s - time.monotonic(), TICK_S))
-            try:
-                read = reader.recv(1024)
-            except TimeoutError:
-                break
-            if not read or 0 in read:
-                return None
-            if came := [number for number in read if self._is_watched(number)]:
-                return came
-        return []
-
-    @staticmethod
-    def _probe() -> None:
-        main = threading.main_thread().ident
-        assert main is not None  # noqa: S101  # it runs
-        assert PROBE is not None  # noqa: S101  # else nothing is watched
-        signal.pthread_kill(main, PROBE)
-
-    def _given_s(self) -> float:
-        return hang_limit_s(self.step_s())
+    def _read(self, reader: socket.socket) -> list[int] | None:
+        """Wait for signals; return the watched ones that came, or None once the watch is over."""
+        read = reader.recv(1024)
+        return None if not read or 0 in read else [number for number in read if self._is_watched(number)]
 
     def _is_watched(self, number: int) -> bool:
         if self._over:
@@ -266,7 +238,8 @@ class RankStopping(Stopping):
 
     def _end(self, number: int, again: bool) -> None:
         name = signal.Signals(number).name
-        since = f"came again, and {SECOND_SIGNAL_S:g} s later" if again else f"came, and {self._given_s():.3g} s later"
+        limit_s = hang_limit_s(self.step_s())
+        since = f"came again, and {SECOND_SIGNAL_S:g} s later" if again else f"came, and {limit_s:.3g} s later"
         why = f"{name} {since} its main thread still waits in {main_thread_calls()}"
         with suppress(Exception):  # the process ends in any case
             why = self.report(why, REPORT_AT_ONCE_S if again else REPORT_S)
@@ -292,20 +265,19 @@ def main_thread_calls() -> str:
 _watches = list[RankStopping]()
 
 
-def _let_go() -> None:
+def _forget_in_child() -> None:
     """Remove the watches in a forked child, such as a data-loading worker: its signals are not this rank's."""
     for one in _watches:
         with suppress(ValueError):  # only the main thread may set the descriptor
             signal.set_wakeup_fd(-1)
-        if one._writer is not None:
-            one._writer.close()
-            one._writer = None
+        if one._wakeup is not None:
+            one._wakeup.close()
+            one._wakeup = None
     _watches.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
-
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 # The threads of this process; exists only on Linux.
 THREADS = Path("/proc/self/task")
@@ -315,6 +287,7 @@ GLOO_WAIT_S = 10.0
 # Two looks are this many switch intervals apart. A thread that waits for the GIL wakes up once per interval, so between
 # two looks it must have been awake.
 LOCK_WAITS = 2
+_FIELDS = "State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
 
 def wait_for_gloo_threads() -> None:
@@ -325,23 +298,19 @@ def wait_for_gloo_threads() -> None:
     is not waited for.
     """
     until_s, before = time.monotonic() + GLOO_WAIT_S, None
-    while (now := _thread_states()) and not (now == before and all(_SLEEPS in one for one in now.values())):
-        if time.monotonic() > until_s:
+    while (now := _thread_states()) != before or any("S (sleeping)" not in one for one in now.values()):
+        if not now or time.monotonic() > until_s:
             return
         before = now
         time.sleep(LOCK_WAITS * sys.getswitchinterval())
 
 
-_SLEEPS = "State:\tS (sleeping)"
-_FIELDS = "State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
-
-
-def _thread_states() -> dict[str, list[str]]:
-    """Return for each gloo thread whether it sleeps, and how often it was switched out."""
+def _thread_states() -> dict[str, str]:
+    """Return for each gloo thread its state, and how often it was switched out."""
     found = {}
     for thread in THREADS.iterdir() if THREADS.exists() else ():
         with suppress(OSError):  # the thread has just ended
             name, *lines = (thread / "status").read_text().splitlines()
             if name.endswith(GLOO_THREAD):
-                found[thread.name] = [line for line in lines if line.startswith(_FIELDS)]
+                found[thread.name] = " ".join(line for line in lines if line.startswith(_FIELDS))
     return found
