@@ -32,6 +32,11 @@ class Servers:
         """As `Transport`."""
         self.begun.append((what, said[0], rank))
 
+    async def ask_all(self, what: str, p: int, *said: Any) -> None:
+        """As `Transport`."""
+        for rank in range(self.ranks):
+            await self.ask(rank, what, p, *said)
+
     async def ask(self, rank: int, what: str, p: int, *said: Any) -> bool:
         """As `Transport`."""
         self.begun.append((what, p, rank))

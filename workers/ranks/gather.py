@@ -41,6 +41,8 @@ from diloco.workers.rounds import Base, Publication
 Float32 = npt.NDArray[np.float32]
 # Returns a rank's own vector of a fragment as it was at the snapshot; may wait for a device.
 TakeSnapshot = Callable[[], Float32]
+# Stands for the number of a global where a fragment's residual arrives; those of globals begin at 1.
+RESIDUAL = 0
 
 
 @dataclass(slots=True)
@@ -125,7 +127,7 @@ class Transfers:
         self._not_finite = set[int]()
         """Fragments whose last snapshot on this rank had values that are not finite."""
         self._arriving: dict[tuple[int, int], Float32] = {}
-        self._inheriting: dict[int, Float32] = {}
+        """Maps (fragment, number of its global, or `RESIDUAL`) to a vector of which slices are missing."""
         self._bases: dict[tuple[int, int], Base] = {}
         self._adopted: dict[int, int] = {}
         """Maps a fragment that this rank serves to the number of the adopted global."""
@@ -262,14 +264,17 @@ class Transfers:
         return True
 
     async def _give(self, server: int, p: int, number: int, at_once: bool, group: int, vector: Float32) -> None:
-        own = elements(self._shares.pieces(self._rank, p))
-        if group == 0:
-            self._arriving[p, number] = pooled(own, np.float32)
-        start = group * SLICE
-        _check_size(server, p, vector, min(SLICE, own - start))
-        self._arriving[p, number][start : start + len(vector)] = vector
-        if start + len(vector) == own:
-            self._given(p, number, server, at_once, self._arriving.pop((p, number)))
+        size = elements(self._shares.pieces(self._rank, p))
+        if (own := self._collect(server, (p, number), size, group * SLICE, vector)) is not None:
+            self._given(p, number, server, at_once, own)
+
+    def _collect(self, rank: int, key: tuple[int, int], size: int, start: int, vector: Float32) -> Float32 | None:
+        """Store a slice of a vector (size,) that a rank sends in order; return the vector once it is complete."""
+        if start == 0:
+            self._arriving[key] = pooled(size, np.float32)
+        _check_size(rank, key[0], vector, min(SLICE, size - start))
+        self._arriving[key][start : start + len(vector)] = vector
+        return self._arriving.pop(key) if start + len(vector) == size else None
 
     def _given(self, p: int, number: int, server: int, at_once: bool, own: Float32) -> None:
         if at_once:
@@ -297,20 +302,16 @@ class Transfers:
         return True
 
     async def _inherit(self, rank: int, p: int, start: int, vector: Float32) -> None:
-        whole = self._member.layout.fragments[p].elements
-        if start == 0:
-            self._inheriting[p] = pooled(whole, np.float32)
-        _check_size(rank, p, vector, min(SLICE, whole - start))
-        self._inheriting[p][start : start + len(vector)] = vector
-        if start + len(vector) == whole:
-            self._carrier.feedback.inherit(p, self._inheriting.pop(p))
+        size = self._member.layout.fragments[p].elements
+        if (residual := self._collect(rank, (p, RESIDUAL), size, start, vector)) is not None:
+            self._carrier.feedback.inherit(p, residual)
 
     async def _drop(self, _: int, p: int) -> None:
         self._carrier.drop(p)
 
     def forget(self) -> None:
         """Release everything held of the fragments; the thread has ended."""
-        for kept in (self.pulled, self._arriving, self._inheriting, self._bases, self._gathering):
+        for kept in (self.pulled, self._arriving, self._bases, self._gathering):
             kept.clear()
         for fragment in self._member.layout.fragments:
             self._carrier.drop(fragment.id)
@@ -386,14 +387,12 @@ def sample_layout(shares: Shares) -> Layout | None:
         for slot in fragment.slots
         if slot.tensor.rule not in AVERAGED and shares.is_whole(slot.tensor.name)
     }
-    # Halved, because two vectors travel in one message, which may be as large as the largest fragment.
-    room = min(ELEMENTS, max(fragment.elements for fragment in shares.layout.fragments) // 2)
     slots, at = list[Slot](), 0
     for tensor in list(alike.values())[:: -(-len(alike) // TENSORS) or 1]:
         rows = tensor.shape[0] if tensor.shape else 1
         row = tensor.whole.elements // rows
-        count = min(rows, max(1, room // TENSORS // row))
-        if at + count * row <= room:
+        count = min(rows, max(1, ELEMENTS // TENSORS // row))
+        if at + count * row <= ELEMENTS:
             first = (rows - count) // 2
             part = tensor.model_copy(update={"rows": (first, first + count) if count < rows else None})
             slots.append(Slot(part, at, at + count * row))

@@ -278,9 +278,7 @@ class RanksCarrier:
 
     async def _snapshot(self, p: int, server: int) -> int:
         tag = next(self._tags)
-        await asyncio.gather(
-            *(self._transport.ask(rank, "snapshot", p, tag, server) for rank in range(self._transport.ranks))
-        )
+        await self._transport.ask_all("snapshot", p, tag, server)
         return tag
 
     # --- feedback -----------------------------------------------------------------------------------------

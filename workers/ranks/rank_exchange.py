@@ -11,7 +11,7 @@ simulations run them in virtual time. After all ranks are connected, they join l
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -76,12 +76,8 @@ class Rank:
         """The bases behind `begin`; filled only at rank 0."""
         self.late = False
         """True if the run was already over when all had joined."""
-        self.snapshot_requests, self.exit_barrier, self.shard_broadcast = (
-            SnapshotRequests(transport),
-            ExitBarrier(transport),
-            ShardBroadcast(transport),
-        )
-        self.replicas = Replicas(transport)
+        self.snapshot_requests, self.exit_barrier = SnapshotRequests(transport), ExitBarrier(transport)
+        self.shard_broadcast, self.replicas = ShardBroadcast(transport), Replicas(transport)
         self._left_in_order: bool | None = None
         """True if the learner left in order, False if not, None until it has left."""
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -136,12 +132,9 @@ class Rank:
     async def send_goodbye(self, in_order: bool) -> None:
         """Tell all ranks that the learner has left. Only at rank 0."""
         # Two rounds: all ranks must know before the first one goes, or the rest would take it for a dead rank.
-        ranks = range(self._transport.ranks)
-        await asyncio.gather(*(self._transport.ask(rank, "goodbye", in_order) for rank in ranks))
-        gone = await asyncio.gather(*(self._transport.ask(rank, "go") for rank in ranks), return_exceptions=True)
-        for error in gone:
-            if isinstance(error, BaseException) and not isinstance(error, RankGone):
-                raise error
+        await self._transport.ask_all("goodbye", in_order)
+        ranks = range(self._transport.ranks)  # some end before they answer
+        await asyncio.gather(*(self._transport.ask(rank, "go") for rank in ranks), return_exceptions=True)
 
     async def _take_goodbye(self, _: int, in_order: bool) -> None:
         self._transport.leaving, self._left_in_order = True, in_order
@@ -160,19 +153,13 @@ class Rank:
         try:
             async with asyncio.timeout(within_s):
                 await asyncio.wait({self._gone, lost}, return_when=asyncio.FIRST_COMPLETED)
-                if self._left_in_order is None:  # rank 0 was lost before its goodbye: the transport end this thread
+                if self._left_in_order is None:  # rank 0 was lost before its goodbye: the transport ends this thread
                     await self._gone
         except TimeoutError:
             raise RankGone("rank 0 of this learner has not left in time") from None
         finally:
             lost.cancel()
         return bool(self._left_in_order)
-
-
-def common(found: Iterable[Found]) -> Source:
-    """Return the source of moments for all ranks: moments are useful only if no rank's part is missing."""
-    sources = {one.source for one in found}
-    return sources.pop() if len(sources) == 1 else "fresh"
 
 
 class RankExchange:
@@ -205,7 +192,8 @@ class RankExchange:
         if not leads:  # registers the handlers before connecting: requests may come at once
             self._follow()
         try:
-            await self._work(leads)
+            async with self._transport, meanwhile(self._transport.watch()):
+                await (self._lead() if leads else asyncio.Event().wait())
         except IdTaken:
             raise  # another process has the name now, and that learner is not broken
         except Exception as error:
@@ -225,18 +213,11 @@ class RankExchange:
         why = f"rank {self._transport.rank} of this learner was asked to end: {why}"
         if self._joined.done():  # all ranks have joined, so all can be asked
             why = f"{why}. The ranks: {await steps_of_all(self._transport, within_s / 2)}"
-        await asyncio.wait(
-            {
-                asyncio.create_task(one)
-                for one in (self._transport.end_all(why, reported=True), self.report_broken(why))
-            },
-            timeout=within_s / 2,
-        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s / 2):
+                informed = self._transport.end_all(why, reported=True)
+                await asyncio.gather(informed, self.report_broken(why), return_exceptions=True)
         return why
-
-    async def _work(self, leads: bool) -> None:
-        async with self._transport, meanwhile(self._transport.watch()):
-            await (self._lead() if leads else asyncio.Event().wait())
 
     def _transfers(self, member: Member) -> Transfers:
         def snapshot(p: int) -> TakeSnapshot:
@@ -245,7 +226,7 @@ class RankExchange:
         return Transfers(self._transport, member, self._shares, snapshot, self._training.parameters.overwrite)
 
     def _follow(self) -> None:
-        """Answer requests as one of the ranks that rank 0 reports for."""
+        """Answer requests as one of the ranks that rank 0 speaks for."""
         training, log = self._training, self._log
         self._bus.use_spec(training.spec)
         member = Member(
@@ -264,14 +245,12 @@ class RankExchange:
         Rank(self._transport, self._transfers(member), training, member.shared, self._joined)
 
     async def _lead(self) -> None:
-        """Work as rank 0, which reports for all ranks, until cancelled."""
+        """Work as rank 0, which speaks for all ranks, until cancelled."""
         training, transport, bus = self._training, self._transport, self._bus
         transfers, carriers = list[Transfers](), list[RanksCarrier]()
         in_flight = InFlight([fragment.elements for fragment in self._shares.layout.fragments])
         who = training.learner, training.incarnation
-        own = OnHost(AT_ONCE)
-        given = bus, self._clock, *who, training.report
-        joining = Joining(*given, offload=self._offload, encoder=own)
+        joining = Joining(bus, self._clock, *who, training.report, offload=self._offload, encoder=OnHost(AT_ONCE))
 
         def make_carrier(member: Member) -> Carrier[SnapshotAt]:
             transfers.append(self._transfers(member))
@@ -316,10 +295,9 @@ class RankExchange:
             await asyncio.sleep(CHECK_S)
 
     async def _enter_all(self, rank: Rank, versions: Sequence[int], state: RunState | None) -> None:
-        transport, ranks = self._transport, range(self._transport.ranks)
         encoded = None if state is None else codec.encode(state)
-        said = await asyncio.gather(*(transport.ask(one, "recover", list(versions), encoded) for one in ranks))
-        source = common(Found(one) for one in said)
-        self._log.info("ranks_recovered", source=source, ranks=len(said), found=sorted(set(said)))
-        begin = rank.begin_with()
-        await asyncio.gather(*(transport.ask(one, "enter", source, begin) for one in ranks))
+        sources = await self._transport.ask_all("recover", list(versions), encoded)
+        # Moments are useful only if no rank's part is missing.
+        source: Source = sources[0] if len(set(sources)) == 1 else "fresh"
+        self._log.info("ranks_recovered", source=source, ranks=len(sources), found=sorted(set(sources)))
+        await self._transport.ask_all("enter", source, rank.begin_with())

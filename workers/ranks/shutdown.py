@@ -95,10 +95,9 @@ class ExitBarrier:
             await asyncio.sleep(APART_S)
             if self.steps == before:
                 with suppress(RankGone):  # either the learner ends by it, or all ranks are leaving: no warning needed
-                    ranks = range(self._transport.ranks)
-                    said = await asyncio.gather(*(self._transport.ask(rank, "steps") for rank in ranks))
-                    if len(set(said)) > 1:
-                        structlog.get_logger().warning("ranks_apart", steps=said, detail=f"no step goes on: {EQUALLY}")
+                    steps = await self._transport.ask_all("steps")
+                    if len(set(steps)) > 1:
+                        structlog.get_logger().warning("ranks_apart", steps=steps, detail=f"no step goes on: {EQUALLY}")
             before = self.steps
 
     async def _take_left(self, rank: int, steps: int) -> None:

@@ -306,7 +306,7 @@ class RankGroup:
     gloo: Any
     """A gloo group for the learner's own use; it outlives the training."""
     rank: int
-    """This process's rank in `gloo`. Rank 0 reports for the learner."""
+    """This process's rank in `gloo`. Rank 0 speaks for the learner."""
     learner: tuple[str, str]
     """The learner's id and incarnation, as rank 0 has them."""
     spec: Spec

@@ -289,6 +289,10 @@ class Transport:
         finally:
             self._asked.pop(number, None)
 
+    async def ask_all(self, what: str, *said: Any) -> list[Any]:
+        """Send a request to all ranks, this one too; return their answers by rank. Raises what `ask` does."""
+        return await asyncio.gather(*(self.ask(rank, what, *said) for rank in range(self.ranks)))
+
     def tell(self, rank: int, what: str, *said: Any) -> None:
         """Send a request to a rank without waiting for an answer."""
         self.start_task(self.ask(rank, what, *said))
