@@ -72,7 +72,7 @@ def test_a_rank_that_is_asked_to_end_while_it_meets_the_others_ends(tmp_path: Pa
         pair[0].terminate()
         assert party.ended(pair[0]) == [AGAIN_STATUS], party.shown()
         (ended,) = party.said("duo-0", "rank_ended")
-        assert "in broadcast_message (topology.py:" in ended
+        assert "in gather_messages (topology.py:" in ended
 
 
 def test_a_rank_whose_loop_goes_on_leaves_in_order_though_a_step_takes_long(tmp_path: Path) -> None:

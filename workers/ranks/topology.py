@@ -49,7 +49,33 @@ from diloco.workers.ranks.placement import Range
 from diloco.workers.ranks.shutdown import wait_for_gloo_threads
 from diloco.workers.ranks.transport import TOKEN_BYTES, accept_calls, call_lower_ranks, listen
 
+Float32 = npt.NDArray[np.float32]
+
+# Timeout of the gloo group. It only bounds the wait for a rank that hangs; the death of a rank is noticed at once.
+GROUP_TIMEOUT = timedelta(hours=1)
+# Timeout for collectives that the ranks enter together after training. It is long because one rank may first read from
+# a bus that is temporarily unavailable.
+BROADCAST_TIMEOUT = timedelta(minutes=5)
+# A value of `mesh`: all ranks of torch.distributed, if there are several.
+WORLD = "world"
+LOOPBACK = "127.0.0.1"
+# The gloo groups of this process's learners, by their ranks. They are kept: `_group_of` says why.
+GROUPS = dict[tuple[int, ...], Any]()
+NO_RANKS = (
+    "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. Where they train "
+    "one model, wrap it in DistributedDataParallel, or shard it by fully_shard, before you make the Learner; a loop "
+    "that averages gradients by itself passes mesh= (a DeviceMesh, a process group, or 'world'). Else start each "
+    "learner as a process of its own, without a process group"
+)
+STALE_STORE = (
+    "torchrun with --max-restarts would hang at a restart: gloo finds stale addresses in torchrun's store. Set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and add --rdzv-backend c10d --rdzv-endpoint localhost:29601 (a free port), "
+    "or leave --max-restarts out"
+)
+SHARDS_ONLY = "a learner's ranks hold shards by rows, or replicas: FSDP2 (fully_shard), HSDP and DDP"
 MAX_REFUSED = 2**14
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 Element = Annotated[int, Field(ge=0, le=2**62)]
 
 
@@ -109,65 +135,28 @@ class Address(Message):
     port: Annotated[int, Field(ge=1, lt=2**16)]
 
 
-M = TypeVar("M", bound=Message)
-T = TypeVar("T")
-
-
 def gather_messages(group: Any, own: M) -> list[M]:
-    """Return what each rank says, in rank order, including this one.
+    """Return what each rank says, in rank order, including this one. All ranks call this, each with its own message.
 
     Raises:
         UsageError: a rank's message cannot be read; all ranks raise this.
         RuntimeError: raised by torch if a rank is gone.
     """
-    return [broadcast_message(group, rank, own) for rank in range(distributed.get_world_size(group))]
-
-
-def broadcast_message(group: Any, rank: int, own: M) -> M:
-    """Return what one rank of a group says. All ranks call this, each with its own message.
-
-    Raises:
-        UsageError, RuntimeError: for the reasons that `gather_messages` gives.
-    """
-    source, kind = distributed.get_global_rank(group, rank), type(own)
-    data = torch.frombuffer(bytearray(codec.encode(own)), dtype=torch.uint8)
-    size = torch.tensor([len(data)], device="cpu")
-    distributed.broadcast(size, source, group)
-    if not 0 < (nbytes := int(size)) <= kind.max_bytes:
-        raise UsageError(f"rank {rank} of this learner says {nbytes} bytes, where {kind.max_bytes} is the limit")
-    if distributed.get_rank(group) != rank:
-        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    distributed.broadcast(data, source, group)
-    try:
-        return codec.decode(kind, np.asarray(data).tobytes())
-    except BadMessage as error:
-        raise UsageError(f"rank {rank} of this learner has sent a message that cannot be read: {error}") from error
-
-
-Float32 = npt.NDArray[np.float32]
-
-# Timeout of the gloo group. It only bounds the wait for a rank that hangs; the death of a rank is noticed at once.
-GROUP_TIMEOUT = timedelta(hours=1)
-# Timeout for collectives that the ranks enter together after training. It is long because one rank may first read from
-# a bus that is temporarily unavailable.
-BROADCAST_TIMEOUT = timedelta(minutes=5)
-# A value of `mesh`: all ranks of torch.distributed, if there are several.
-WORLD = "world"
-LOOPBACK = "127.0.0.1"
-# The gloo groups of this process's learners, by their ranks. They are kept: `_group_of` says why.
-GROUPS = dict[tuple[int, ...], Any]()
-NO_RANKS = (
-    "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. Where they train "
-    "one model, wrap it in DistributedDataParallel, or shard it by fully_shard, before you make the Learner; a loop "
-    "that averages gradients by itself passes mesh= (a DeviceMesh, a process group, or 'world'). Else start each "
-    "learner as a process of its own, without a process group"
-)
-STALE_STORE = (
-    "torchrun with --max-restarts would hang at a restart: gloo finds stale addresses in torchrun's store. Set "
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and add --rdzv-backend c10d --rdzv-endpoint localhost:29601 (a free port), "
-    "or leave --max-restarts out"
-)
-SHARDS_ONLY = "a learner's ranks hold shards by rows, or replicas: FSDP2 (fully_shard), HSDP and DDP"
+    kind, said = type(own), list[M]()
+    for rank in range(distributed.get_world_size(group)):
+        source, data = distributed.get_global_rank(group, rank), bytearray(codec.encode(own))
+        size = torch.tensor([len(data)], device="cpu")
+        distributed.broadcast(size, source, group)
+        if not 0 < (nbytes := int(size)) <= kind.max_bytes:
+            raise UsageError(f"rank {rank} of this learner says {nbytes} bytes, where {kind.max_bytes} is the limit")
+        if distributed.get_rank(group) != rank:
+            data = bytearray(nbytes)
+        distributed.broadcast(torch.frombuffer(data, dtype=torch.uint8), source, group)
+        try:
+            said.append(codec.decode(kind, bytes(data)))
+        except BadMessage as error:
+            raise UsageError(f"rank {rank} of this learner has sent a message that cannot be read: {error}") from error
+    return said
 
 
 def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
