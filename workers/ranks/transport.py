@@ -124,9 +124,12 @@ def accept_calls(listener: socket.socket, rank: int, ranks: int, token: bytes) -
 
 def _caller(connection: socket.socket, token: bytes) -> int:
     """Return the rank that has called; -1 if it is none."""
+    hello = b""
     try:
         connection.settimeout(HELLO_S)
-        said, other = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+        while len(hello) < _HELLO.size and (more := connection.recv(_HELLO.size - len(hello))):
+            hello += more
+        said, other = _HELLO.unpack(hello)
     except (OSError, struct.error):
         return -1
     return int(other) if hmac.compare_digest(said, token) else -1
