@@ -387,9 +387,10 @@ class RankThread(ExchangeThread[Rank]):
             return
         if isinstance(self.failure, RankGone):
             self._log.error("rank_gone", detail=str(self.failure))
-        # The other ranks end too. The training thread may be waiting for one of them in a collective, for ever:
-        # first abort the collectives (in a thread, since an abort may block), then end the process if training does not
-        # notice.
+        # The other ranks end too. The training thread may be waiting for one of them in a collective: for ever with
+        # gloo, which hears of a dead rank only where it exchanges with that very rank, else until the group's timeout of
+        # many minutes. First abort the collectives (in a thread, since an abort may block), then end the process if
+        # training does not notice.
         self._group.leak_groups()
         self._aborting.start()
         within_s = hang_limit_s(self._training.times.step_s)

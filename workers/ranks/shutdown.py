@@ -8,7 +8,8 @@ an error that names the ranks that left and their steps.
 not run. In a collective that another rank never joins, a thread waits for up to an hour, and Python runs handlers only
 between two bytecode instructions. So a second thread reads which signals arrive (`signal.set_wakeup_fd`) and checks
 whether the main thread still returns to Python. For this it sends the main thread SIGURG, which nothing else uses; the
-handler of SIGURG records the time.
+handler of SIGURG records the time. SIGKILL, which torchrun, Slurm and Kubernetes send 30 s after SIGTERM, would end the
+rank too, but would not say where it waits, tell the other ranks, or wait for moments that are being saved.
 
 | signal                                      | the main thread               | what happens                           |
 |---------------------------------------------|-------------------------------|----------------------------------------|
@@ -24,7 +25,7 @@ Nothing is watched in a program whose main thread already has a wakeup descripto
 aborts the process. Such a thread reports that an all-reduce is complete and releases its tensor afterwards, for which
 it needs the GIL. On a busy machine Python may shut down in between. Destroying the process groups does not end the
 threads of a group that something still refers to, as a sharded model does (pytorch/pytorch#190489,
-pytorch/pytorch#38228).
+pytorch/pytorch#38228), so destroying the learner's own group is not enough.
 """
 
 import asyncio
