@@ -388,8 +388,8 @@ class RankThread(ExchangeThread[Rank]):
         if isinstance(self.failure, RankGone):
             self._log.error("rank_gone", detail=str(self.failure))
         # The other ranks end too. The training thread may be waiting for one of them in a collective: for ever with
-        # gloo, which hears of a dead rank only where it exchanges with that very rank, else until the group's timeout of
-        # many minutes. First abort the collectives (in a thread, since an abort may block), then end the process if
+        # gloo, which hears of a dead rank only where it exchanges with that very rank, or until the group's timeout,
+        # which is long. First abort the collectives (in a thread, since an abort may block), then end the process if
         # training does not notice.
         self._group.leak_groups()
         self._aborting.start()
