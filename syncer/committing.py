@@ -1,18 +1,15 @@
 """Making the next version from a window's deltas (asyncio): their sum, the outer step, its payloads, the commit.
 
-The round trips measured here (`RoundTrips`) also set the interval of the next version, through `ramps.stretched`.
-
 Deltas are summed as they complete, while others are still awaited. When a window closes, only about one delta is
 therefore left to sum, not all. No cached state changes before the commit has succeeded.
 """
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median_high
 
 import structlog
 
@@ -23,13 +20,14 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import IDLE_VIEW, Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.pacing import known_steps
-from diloco.pipeline.payload.codec import Payload
+from diloco.pipeline.payload.codec import Grown, Payload
 from diloco.pipeline.transfer.globals import GrowingGlobal, Kind, key_of, published
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
 from diloco.syncer.context import RandomHex, SyncerContext
-from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged
+from diloco.syncer.durations import LastMerges
+from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
+from diloco.syncer.merging.merge import Contributions, Sum
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.window import Merge
 
@@ -40,24 +38,6 @@ REPLACED_BYTES = 64 * 2**20
 
 
 # --- payloads: staged for a commit, and replaced ones until they must go -------------------------------
-
-
-class Uploads:
-    """Uploads in flight of a new version's payloads."""
-
-    def __init__(self, growing: GrowingGlobal, tasks: dict[Kind, asyncio.Task[Staged]]) -> None:
-        self._growing, self._tasks = growing, tasks
-
-    async def published(self) -> Published:
-        """Wait until all payloads are on the bus and return them as the next head names them.
-
-        The version must be written in full before this is called, or the uploads never end.
-
-        Raises:
-            BusError: an upload failed.
-        """
-        await asyncio.gather(*self._tasks.values())
-        return published({kind: task.result() for kind, task in self._tasks.items()}, self._growing.payloads)
 
 
 class Staging:
@@ -74,26 +54,38 @@ class Staging:
         self._bus, self._clock, self._layout = bus, clock, layout
         self._sync, self._random_hex = sync, random_hex
         self._more = asyncio.Event()
-        """Set when more of a draft has been written."""
+        """Set when more of a version has been written."""
         self._replaced: dict[tuple[str, ...], float] = {}
         """Keys of each replaced global -> when it was replaced, oldest first."""
 
-    def draft(self) -> Draft:
-        """Make memory for a merge; whenever another thread has written more of it, the uploads are woken."""
-        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, self._more.set)
-        return Draft(self._layout, self._sync, tell)
+    def grown(self) -> Grown:
+        """Return what wakes the uploads once another thread has written more of a version."""
+        return partial(asyncio.get_running_loop().call_soon_threadsafe, self._more.set)
 
     @asynccontextmanager
-    async def uploads(self, version: int, growing: GrowingGlobal) -> AsyncIterator[Uploads]:
+    async def uploads(self, version: int, growing: GrowingGlobal) -> AsyncIterator[Callable[[], Awaitable[Published]]]:
         """Upload a version while the `async with` block writes it. Leaving the block cancels what is left.
 
         The keys are fresh, and expire unless a commit keeps them.
+
+        Args:
+            version: to be made.
+            growing: its payloads, which tell `grown` of each growth.
+
+        Yields:
+            A function that waits until all payloads are on the bus and returns them as the next head names them. It
+            waits for ever unless they are written in full; it raises BusError if an upload failed.
         """
         tasks = {
             kind: asyncio.create_task(self._push(kind, version, payload)) for kind, payload in growing.payloads.items()
         }
+
+        async def finished() -> Published:
+            staged = await asyncio.gather(*tasks.values())
+            return published(dict(zip(tasks, staged, strict=True)), growing.payloads)
+
         try:
-            yield Uploads(growing, tasks)
+            yield finished
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -125,9 +117,9 @@ class Staging:
 
 @dataclass(slots=True)
 class _Begun:
-    """A draft with some contributions in its sum."""
+    """A sum with some contributions in it."""
 
-    draft: Draft
+    total: Sum
     entries: tuple[str, ...] = ()
     """Header entries of the summed contributions, in order."""
     weights: tuple[tuple[float, float], ...] = ()
@@ -144,11 +136,9 @@ class RunningSum:
     commit for that.
     """
 
-    def __init__(
-        self, fragment: FragmentState, new_draft: Callable[[], Draft], offload: Offload, metrics: Metrics
-    ) -> None:
-        """Begin with an empty sum; new_draft makes memory for a merge (`Staging.draft`)."""
-        self._fragment, self._new_draft, self._offload, self._metrics = fragment, new_draft, offload, metrics
+    def __init__(self, fragment: FragmentState, offload: Offload, metrics: Metrics) -> None:
+        """Begin with an empty sum."""
+        self._fragment, self._offload, self._metrics = fragment, offload, metrics
         self._log = structlog.get_logger().bind(fragment=fragment.layout.id)
         self._begun: _Begun | None = None
         self._wanted: Sequence[Delta] = ()
@@ -163,60 +153,65 @@ class RunningSum:
         if self._task is None and self._behind():
             self._task = asyncio.create_task(self._add_wanted())
 
-    async def draft(self, deltas: Sequence[Delta]) -> Draft:
-        """Return a draft for the merge of the given deltas, which may have the first ones in its sum already.
+    async def take(self, deltas: Sequence[Delta]) -> Sum:
+        """Return a sum for the merge of the given deltas, which may have the first ones already.
 
         The running sum is empty afterwards, for the next window.
         """
         self._wanted = ()  # so that `_add_wanted` stops after the addition that is in progress
         if self._task is not None:
             await self._task
-        draft = self._fitting(deltas).draft
+        total = self._fitting(deltas, self._fragment.contributions(deltas)).total
         self.close()
-        return draft
+        return total
 
     def close(self) -> None:
-        """Drop the sum. An addition that still runs in another thread ends in a draft that nothing uses."""
+        """Drop the sum. An addition that still runs in another thread ends in a sum that nothing uses."""
         if self._task is not None:
             self._task.cancel()
         self._begun, self._task, self._wanted = None, None, ()
 
     def _behind(self) -> bool:
         """Return whether there is something to sum."""
-        wanted, begun = tuple(delta.offer.entry_id for delta in self._wanted), self._begun
+        wanted, begun = self._wanted, self._begun
         if len(wanted) < 2:
             return False
-        return begun is None or wanted != begun.entries or not self._continues(begun, self._wanted)
+        if begun is None or begun.entries != _entries(wanted):
+            return True
+        return not _continues(begun, wanted, self._fragment.contributions(wanted))
 
-    def _fitting(self, deltas: Sequence[Delta]) -> _Begun:
+    def _fitting(self, deltas: Sequence[Delta], contributions: Contributions) -> _Begun:
         """Return the present sum if these deltas continue it, otherwise a new one."""
         begun = self._begun
-        if begun is not None and self._continues(begun, deltas):
+        if begun is not None and _continues(begun, deltas, contributions):
             return begun
         if begun is not None and begun.entries:
             self._log.info("sum_begun_anew", summed=len(begun.entries))
             self._metrics.sums_begun_anew.inc()
-        self._begun = begun = _Begun(self._new_draft())
+        self._begun = begun = _Begun(Sum(self._fragment.layout))
         return begun
-
-    def _continues(self, begun: _Begun, deltas: Sequence[Delta]) -> bool:
-        """Return whether the sum holds the first deltas, with the shares and factors that they have among all."""
-        count, weights = len(begun.entries), self._weights_of(deltas)
-        same = begun.entries == tuple(delta.offer.entry_id for delta in deltas[:count])
-        return same and begun.weights == weights[:count]
-
-    def _weights_of(self, deltas: Sequence[Delta]) -> tuple[tuple[float, float], ...]:
-        return tuple(zip(self._fragment.shares(deltas), self._fragment.factors(deltas), strict=True))
 
     async def _add_wanted(self) -> None:
         while self._behind():
             deltas = tuple(self._wanted)
-            begun, weights = self._fitting(deltas), self._weights_of(deltas)
-            done = len(begun.entries)
-            rest, (shares, factors) = deltas[done:], zip(*weights[done:], strict=True)
-            new = [delta.values for delta in rest], [delta.norms for delta in rest], shares, factors
-            await self._offload(begun.draft.sum.add, *new)
-            begun.entries, begun.weights = tuple(delta.offer.entry_id for delta in deltas), weights
+            contributions = self._fragment.contributions(deltas)
+            begun = self._fitting(deltas, contributions)
+            await self._offload(begun.total.add, contributions.part(slice(len(begun.entries), None)))
+            begun.entries, begun.weights = _entries(deltas), _weights(contributions)
+
+
+def _continues(begun: _Begun, deltas: Sequence[Delta], contributions: Contributions) -> bool:
+    """Return whether the sum holds the first deltas, with the shares and factors that they have among all."""
+    count = len(begun.entries)
+    return begun.entries == _entries(deltas)[:count] and begun.weights == _weights(contributions)[:count]
+
+
+def _entries(deltas: Sequence[Delta]) -> tuple[str, ...]:
+    return tuple(delta.offer.entry_id for delta in deltas)
+
+
+def _weights(contributions: Contributions) -> tuple[tuple[float, float], ...]:
+    return tuple(zip(contributions.shares, contributions.factors, strict=True))
 
 
 # --- the commit ----------------------------------------------------------------------------------------
@@ -238,72 +233,6 @@ class Loaded:
         return self.head.version, self.head.digest
 
 
-class RoundTrips:
-    """Length of the last two round trips of one fragment, in learners' steps.
-
-    After publishing, a learner trains on until the merge of its delta has been pulled, and adopts it after a step. The
-    steps of this round trip are overwritten, and `ramps.stretched` lengthens intervals by them. The wait for a quorum
-    is not part of the round trip: it depends on the other learners, not on the interval, and deltas are renewed
-    meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self._took = (0.0, 0.0)
-
-    def observe(self, seconds: float) -> None:
-        """Take one window's grace and sync time (pull included), s."""
-        self._took = self._took[1], seconds
-
-    def steps(self, step_times: Sequence[float], latency_s: float) -> float:
-        """Return the round trip in steps, including the step after which a learner adopts; 0 if it is not known yet.
-
-        The shorter of the last two counts, so that a single delay has no effect.
-
-        Args:
-            step_times: of the learners that were merged lately, s. Values that are too short count as unknown. The
-                higher median counts: of two learners, one that reports very short steps cannot stretch the interval.
-            latency_s: from a learner's decision to publish to its header at the syncer.
-        """
-        known, round_trip_s = known_steps(step_times), min(self._took)
-        return 1 + (round_trip_s + latency_s) / median_high(known) if known and round_trip_s else 0.0
-
-
-class LastMerges:
-    """Durations of one fragment's last two merges; the shorter one counts, so that a single delay has no effect."""
-
-    def __init__(self, expected_outer_s: float = 0.0) -> None:
-        """Begin without a merge; expected_outer_s is the calculated duration of the outer step, used until measured."""
-        self._took = (0.0, 0.0)
-        self._outer: tuple[float, ...] = ()
-        self._expected_outer_s = expected_outer_s
-
-    def observe(self, merge_s: float, outer_s: float | None = None) -> None:
-        """Take one merge's duration, s.
-
-        Args:
-            merge_s: of the whole merge.
-            outer_s: of the sum and the outer step in it; None if it only averaged, which tells nothing of a step.
-        """
-        self._took = self._took[1], merge_s
-        if outer_s is not None:
-            self._outer = *self._outer[-1:], outer_s
-
-    @property
-    def merge_s(self) -> float:
-        """The shorter of the last two merges, s; 0 before there are two (`WindowView.merge_s`)."""
-        return min(self._took)
-
-    @property
-    def measured(self) -> bool:
-        """True if `outer_s` is measured, not calculated."""
-        return len(self._outer) == 2
-
-    @property
-    def outer_s(self) -> float:
-        """The shorter of the last two outer steps, s; before there are two, the calculated time (see `WindowView`)."""
-        return min(self._outer) if self.measured else self._expected_outer_s
-
-
 def payload_key(bus: Bus, offer: Offer) -> str:
     """Return the bus key of a delta's payload."""
     h = offer.header
@@ -315,7 +244,7 @@ class Committing:
 
     def __init__(self, context: SyncerContext, fragment: FragmentState, staging: Staging, merges: LastMerges) -> None:
         self._context, self._layout, self._staging, self._merges = context, fragment.layout, staging, merges
-        self.sum = RunningSum(fragment, staging.draft, context.offload, context.metrics)
+        self.sum = RunningSum(fragment, context.offload, context.metrics)
         self._log = structlog.get_logger().bind(fragment=fragment.layout.id)
 
     async def commit(
@@ -366,17 +295,16 @@ class Committing:
             The outcome; its payloads; and the duration of the step including any wait for a free thread, s, or None if
             the learners were only averaged.
         """
-        context, fragment, head = self._context, loaded.fragment, loaded.head
-        draft = await self.sum.draft(deltas)
-        outer_momentum = fragment.outer(deltas)[1]
-        draft.prepare(outer_momentum)
-        async with self._staging.uploads(head.version + 1, draft.growing) as uploads:
+        context, fragment = self._context, loaded.fragment
+        total = await self.sum.take(deltas)
+        step = fragment.outer_step(deltas, total, self._staging.grown())
+        async with self._staging.uploads(fragment.version + 1, step.growing) as uploaded:
             began = context.clock.now()
-            merged: Merged = await context.offload(fragment.merge, deltas, head.merged, draft)
-            outer_s = context.clock.now() - began if outer_momentum else None
+            merged: Merged = await context.offload(fragment.merge, deltas, loaded.head.merged, step)
+            outer_s = context.clock.now() - began if fragment.outer(deltas).mu else None
             if context.recorder is not None and merged.finite:
                 await context.recorder.merge(fragment, deltas, merged)
-            return merged, await uploads.published(), outer_s
+            return merged, await uploaded(), outer_s
 
     def _record(self, loaded: Loaded, merge: Merge, merged: Merged, began: float) -> Committed:
         return Committed(

@@ -20,16 +20,10 @@ from diloco.pipeline.payload import codec
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Late, Offer, Refused, Suspects
-from diloco.syncer.committing import (
-    Committing,
-    LastMerges,
-    Loaded,
-    RoundTrips,
-    Staging,
-    payload_key,
-)
+from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.downloads import Arrivals, Downloads, UploadEstimator
+from diloco.syncer.durations import LastMerges, RoundTrips
 from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.repair import Repair

@@ -1,6 +1,6 @@
 """Small, valid protocol objects that tests build on; every field can be overridden."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgpack
@@ -10,6 +10,7 @@ import xxhash
 
 from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, OptimizerKind
@@ -18,6 +19,9 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.transfer.globals import push_global
+from diloco.syncer.merging.merge import Contributions, Sum, delta_norms
+from diloco.syncer.merging.outer import Outer
+from diloco.syncer.merging.step import OuterStep, State, Stepped
 from diloco.workers.rounds import Rounds
 from diloco_studies.virtual.virtual_time import inline
 
@@ -265,3 +269,16 @@ def encode_chunks(array: npt.NDArray[Any], chunk_bytes: int) -> Iterator[bytes]:
         last = total.digest() if index == count - 1 else None
         packed: bytes = msgpack.packb({"index": index, "data": piece, "digest": digest, "total": last})
         yield packed
+
+
+def contributions(layout: FragmentLayout, deltas: Sequence[Any], shares: Sequence[float]) -> Contributions:
+    """Deltas (elements,) that are not clipped."""
+    return Contributions(deltas, [delta_norms(layout, one) for one in deltas], shares, [1.0] * len(deltas))
+
+
+def outer_step(
+    sync: SyncSpec, outer: tuple[float, float], before: State, layout: FragmentLayout, *deltas: Any, shares: Any = None
+) -> Stepped:
+    """A step that merges these deltas, in equal shares unless told otherwise. outer: learning rate and momentum."""
+    given = contributions(layout, deltas, [1.0] * len(deltas) if shares is None else shares)
+    return OuterStep(Sum(layout), given, sync, Outer(*outer), before).take()

@@ -111,6 +111,7 @@ PURE = (
     "syncer/admission.py",
     "syncer/algorithm.py",
     "syncer/checkpoints/manifest.py",
+    "syncer/durations.py",
     "syncer/grace.py",
     "syncer/serving/sharing.py",
     "syncer/membership.py",

@@ -42,8 +42,9 @@ from diloco.pipeline.view.status_reader import as_heard
 from diloco.syncer.checkpoints.places import Folder as FolderPlace
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import run_folder
-from diloco.syncer.merging.fragment import outer_step
-from diloco.syncer.merging.merge import delta_norms
+from diloco.syncer.merging.merge import Contributions, Sum, delta_norms
+from diloco.syncer.merging.outer import Outer
+from diloco.syncer.merging.step import OuterStep, State
 
 # Packages whose versions are printed.
 PACKAGES = ("diloco", "numpy", "redis", "torch")
@@ -117,11 +118,13 @@ def _merge_rate() -> float:
     layout, sync = layout_of([spec]).fragments[0], SyncSettings(outer="nesterov", outer_warmup=0).sync_spec()
     values = np.linspace(-1, 1, MERGED_ELEMENTS, dtype=np.float32)
     deltas = [values.astype(ml_dtypes.bfloat16)] * MERGED_DELTAS
-    norms, shares = [delta_norms(layout, deltas[0])] * MERGED_DELTAS, [1.0] * MERGED_DELTAS
+    even = [1.0] * MERGED_DELTAS
+    contributions = Contributions(deltas, [delta_norms(layout, deltas[0])] * MERGED_DELTAS, even, even)
+    given = contributions, sync, Outer(sync.outer_lr, sync.outer_momentum), State(values, None)
     took_s = []
     for _ in range(3):
         began = time.perf_counter()
-        outer_step(layout, sync, (sync.outer_lr, sync.outer_momentum), values, None, deltas, norms, shares)
+        OuterStep(Sum(layout), *given).take()
         took_s.append(time.perf_counter() - began)
     return sum(delta.nbytes for delta in deltas) / min(took_s)
 

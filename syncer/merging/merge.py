@@ -18,7 +18,7 @@ factors, so a merge can be repeated from recorded factors.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple, Protocol
 
@@ -177,6 +177,27 @@ class Terms(NamedTuple):
     shares: Sequence[float]
     factors: Sequence[float]
     """`algorithm.clip_factors` of each delta: it is merged as if it were this many times as long."""
+
+
+class Contributions(NamedTuple):
+    """Contributions to a fragment, in the order in which they are summed."""
+
+    deltas: Sequence[Vector]
+    """Each (elements,), finite, in any codec."""
+    norms: Sequence[Float64]
+    """`delta_norms` of each, (tensors,)."""
+    shares: Sequence[float]
+    """`merge_shares` of each, or any other multiple of the merge weights that is not too large."""
+    factors: Sequence[float]
+    """`algorithm.clip_factors` of each; 1 for a single contribution."""
+
+    def part(self, piece: slice) -> "Contributions":
+        """Return some of them."""
+        return Contributions(self.deltas[piece], self.norms[piece], self.shares[piece], self.factors[piece])
+
+    def to(self, tensor: int) -> Terms:
+        """Return the contributions to one tensor."""
+        return Terms(self.deltas, [float(one[tensor]) for one in self.norms], self.shares, self.factors)
 
 
 class Closed(NamedTuple):
@@ -402,58 +423,48 @@ class Sum:
     contribution comes out unchanged, whatever the rule. Directions that cancel give 0.
     """
 
-    def __init__(self, layout: FragmentLayout, out: Float32) -> None:
-        """Begin with no contributions; out (elements,) float32 holds the sum so far, in the end the pseudogradient."""
-        self._tensors, self._out = len(layout.slots), out
+    def __init__(self, layout: FragmentLayout) -> None:
+        """Begin with no contributions, in memory of its own."""
+        self.layout = layout
+        self.values: Float32 = pooled(layout.elements, np.float32)
+        """(elements,): the sum so far, in the end the pseudogradient; not set before the first contribution."""
         self._slots = {t: slot for t, slot in enumerate(layout.slots) if slot.start < slot.stop}
         self._scratch = np.empty(min(BLOCK, layout.elements), np.float32)
-        self._rules = {t: RULES[slot.tensor.rule](slot, out, self._scratch) for t, slot in self._slots.items()}
+        self._rules = {t: RULES[slot.tensor.rule](slot, self.values, self._scratch) for t, slot in self._slots.items()}
         self.count = 0
         """How many contributions were added."""
 
-    def add(
-        self,
-        deltas: Sequence[Vector],
-        norms: Sequence[Float64],
-        shares: Sequence[float],
-        factors: Sequence[float] | None = None,
-    ) -> None:
-        """Add these contributions to the sum.
-
-        Args:
-            deltas: each (elements,), finite, in any codec.
-            norms: `delta_norms` of each, (tensors,).
-            shares: `merge_shares` of each, or any other multiple of the merge weights that is not too large.
-            factors: `algorithm.clip_factors` of each; None means that all are 1.
-        """
+    def add(self, more: Contributions) -> None:
+        """Add these contributions to the sum."""
         for t, rule in self._rules.items():
-            rule.add(Terms(deltas, [float(one[t]) for one in norms], shares, factors or [1.0] * len(deltas)))
-        self.count += len(deltas)
+            rule.add(more.to(t))
+        self.count += len(more.deltas)
 
     def close(
         self,
-        deltas: Sequence[Vector],
-        norms: Sequence[Float64],
-        shares: Sequence[float],
+        contributions: Contributions,
         recorded: Float64 | None = None,
         each_block: EachBlock = lambda start, stop: None,
-        factors: Sequence[float] | None = None,
     ) -> Reduced:
         """Make the pseudogradient of all contributions; the first `count` are in the sum already.
 
         Args:
-            deltas, norms, shares, factors: of all contributions, see `add`; a single one must have the factor 1.
+            contributions: all of them.
             recorded: (tensors,) directions of an earlier merge to scale by (for a replay); None: as measured here.
             each_block: called for each block (see `EachBlock`).
         """
-        alone = len(deltas) == 1
-        done, scale = (0, 1.0) if alone else (self.count, 1 / math.fsum(shares))
-        total, directions, clipped = 0.0, np.zeros(self._tensors, np.float64), factors or [1.0] * len(deltas)
-        for t, slot in self._slots.items():
-            lengths = [float(one[t]) for one in norms[done:]]
-            rest = Terms(deltas[done:], lengths, [1.0] if alone else shares[done:], clipped[done:])
-            rule = Mean(slot, self._out, self._scratch) if alone else self._rules[t]
+        if len(contributions.deltas) == 1:
+            rest, scale = contributions._replace(shares=[1.0]), 1.0
+            rules: Mapping[int, Rule] = {t: Mean(slot, self.values, self._scratch) for t, slot in self._slots.items()}
+        else:
+            rest, scale, rules = (
+                contributions.part(slice(self.count, None)),
+                1 / math.fsum(contributions.shares),
+                self._rules,
+            )
+        total, directions = 0.0, np.zeros(len(self.layout.slots), np.float64)
+        for t, rule in rules.items():
             told = None if recorded is None else float(recorded[t])
-            squared, directions[t] = rule.close(rest, scale, told, each_block)
+            squared, directions[t] = rule.close(rest.to(t), scale, told, each_block)
             total += squared
         return Reduced(math.sqrt(total), directions)

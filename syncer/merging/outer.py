@@ -26,7 +26,15 @@ _LONGEST = 1e38
 _SOLVED_WHOLE = 64
 
 
-def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) -> tuple[float, float]:
+class Outer(NamedTuple):
+    """Learning rate and momentum of one outer step."""
+
+    lr: float
+    mu: float
+    """0: the step keeps no momentum."""
+
+
+def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) -> Outer:
     """Return the outer learning rate and momentum of the step from this version to the next.
 
     The first `outer_warmup` outer steps only average the learners (rate 1, no momentum): while the model changes fast,
@@ -40,8 +48,8 @@ def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) 
         told: `Head.interval` of the base.
     """
     if version < sync.outer_warmup or 2 * max(steps) < interval_in_force(sync, version, told):
-        return 1.0, 0.0
-    return sync.outer_lr, sync.outer_momentum
+        return Outer(1.0, 0.0)
+    return Outer(sync.outer_lr, sync.outer_momentum)
 
 
 class Momentum(NamedTuple):

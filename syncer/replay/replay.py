@@ -37,9 +37,9 @@ from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.payload.codec import Vector, as_bytes, payload_digest
 from diloco.pipeline.ramps import interval_in_force
 from diloco.syncer.algorithm import clip_factors, merge_weights
-from diloco.syncer.merging.fragment import orthogonalises, outer_step
-from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares, rebase
+from diloco.syncer.merging.merge import Contributions, Float32, Sum, delta_norms, merge_shares, rebase
 from diloco.syncer.merging.outer import outer_at
+from diloco.syncer.merging.step import OuterStep, Recorded, State
 from diloco.syncer.replay.recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
 
 # Allowed relative difference of two computations of one reduction; float32 sums in rows differ by 5e-7 at most.
@@ -187,33 +187,23 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         deltas.append(merged)
     version = recorded.header.version - 1
     outer = outer_at(sync, version, (part.steps for part in parts), tape.interval)
+    contributions = Contributions(deltas, recorded.norms, shares, factors)
+    step = OuterStep(Sum(layout), contributions, sync, outer, State(base.theta, base.momentum))
     chosen = recorded.orthogonal
-    if (chosen is not None) != orthogonalises(layout, sync, outer[1]):
+    if (chosen is not None) != step.orthogonalises:
         problems.append(f"the recording has {'an' if chosen is not None else 'no'} orthogonalised step, unlike the run")
         chosen = None
     if chosen is not None and payload_digest(as_bytes(chosen), sync.chunk_bytes) != recorded.header.orthogonal:
         problems.append("the orthogonalised step is damaged: it does not have its recorded digest")
-    stepped = outer_step(
-        layout,
-        sync,
-        outer,
-        base.theta,
-        base.momentum,
-        deltas,
-        recorded.norms,
-        shares,
-        recorded.directions,
-        recorded_step=chosen,
-        factors=factors,
-    )
+    stepped = step.take(Recorded(recorded.directions, chosen))
     if chosen is not None and stepped.orthogonal is not None:
         problems += _other_steps(layout, stepped.orthogonal, chosen)
     for slot, mine, other in zip(layout.slots, stepped.reduced.directions, recorded.directions, strict=True):
         compare(f"length of the mean direction of {slot.name}", mine, other)
     compare("norm of the pseudogradient", stepped.reduced.norm, recorded.header.norm)
-    digest = payload_digest(as_bytes(stepped.theta), sync.chunk_bytes)
-    if digest != tape.digest:
-        problems.append(f"values: the tape has digest {tape.digest.hex()}, computed again it is {digest.hex()}")
+    if stepped.digest != tape.digest:
+        again = stepped.digest.hex()
+        problems.append(f"values: the tape has digest {tape.digest.hex()}, computed again it is {again}")
         return Checked(None, largest, problems)
     return Checked(Values(stepped.theta, stepped.momentum, base.theta), largest, problems)
 

@@ -5,7 +5,7 @@ import pytest
 from diloco.pipeline.needs import INTERVALS
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.pacing import Pace, least_step_s, long_rounds, merge_share, outer_room, slow_merges
-from diloco.syncer.committing import LastMerges
+from diloco.syncer.durations import LastMerges
 from tests import samples
 
 

@@ -7,10 +7,10 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, TensorSpec
 from diloco.pipeline.ramps import interval_at
 from diloco.pipeline.settings import SyncSettings
-from diloco.syncer.merging.fragment import outer_step
-from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.merging.outer import outer_at
+from diloco.syncer.merging.step import State
 from diloco.workers.rounds import Base, Rounds
+from tests import samples
 from tests.virtual_run import PLAIN
 
 
@@ -53,11 +53,10 @@ def test_no_momentum_is_gathered_while_it_has_no_say():
     table = (TensorSpec(name="t", shape=(4,), dtype="float32", rule="mean", fragment=0),)
     layout = layout_of(Spec(sync=told, tensors=table, trainer={}).tensors).fragments[0]
     delta = np.array([1, -2, 3, -4], np.float32)
-    norms, weights = [delta_norms(layout, delta)], (1.0,)
-    first = outer_step(layout, told, (1.0, 0.0), np.zeros(4, np.float32), None, [delta], norms, weights)
+    first = samples.outer_step(told, (1.0, 0.0), State(np.zeros(4, np.float32), None), layout, delta)
     assert first.momentum is None
     assert np.array_equal(first.theta, -delta)
-    second = outer_step(layout, told, (0.7, 0.9), first.theta, first.momentum, [delta], norms, weights)
+    second = samples.outer_step(told, (0.7, 0.9), State(first.theta, first.momentum), layout, delta)
     assert np.array_equal(second.momentum, delta)
     assert np.allclose(second.theta, -delta - 0.7 * (delta + 0.9 * delta))
 

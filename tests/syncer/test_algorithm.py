@@ -17,8 +17,9 @@ from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import MOST_GRACE_S, GraceEstimator
 from diloco.syncer.merging import merge
-from diloco.syncer.merging.fragment import Delta, FragmentState, outer_step
+from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import BLOCK, delta_norms
+from diloco.syncer.merging.step import State
 from diloco.workers.parameters import tensor_table
 from tests import samples
 from tests.world import plan
@@ -193,14 +194,14 @@ def test_the_merge_is_the_algorithms_whatever_was_summed_before(
     """Each tensor by its rule, in any codec, on tensors below and above the size of a block; long ones clipped."""
     deltas = deltas_of(layout, len(counters), wire, seed)
     norms, shares = [delta_norms(layout, delta) for delta in deltas], merge.merge_shares(counters, rule, interval=24)
-    out = np.full(layout.elements, np.nan, np.float32)
-    running = merge.Sum(layout, out)
+    running = merge.Sum(layout)
+    running.values.fill(np.nan)
     factors = algorithm.clip_factors([float(np.linalg.norm(one)) for one in norms], clip)
-    running.add(deltas[:before], norms[:before], shares[:before], factors[:before])
-    found = running.close(deltas, norms, shares, factors=factors)
+    running.add(merge.Contributions(deltas[:before], norms[:before], shares[:before], factors[:before]))
+    found = running.close(merge.Contributions(deltas, norms, shares, factors))
     clipped = [factor * delta for factor, delta in zip(factors, plain_values(deltas), strict=True)]
     expected = algorithm.pseudogradient(layout, clipped, algorithm.merge_weights(counters, rule, interval=24))
-    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(running.values, expected, rtol=1e-4, atol=1e-5)
     assert found.norm == pytest.approx(float(np.linalg.norm(expected)), rel=1e-5)
 
 
@@ -278,8 +279,7 @@ def test_the_outer_step_is_the_algorithms(
     """With momentum and without, from none and from some; of one contribution, which is its own pseudogradient."""
     theta, b, delta = deltas_of(layout, 3, "fp32", seed | 1)
     sync = samples.sync_spec(fragments=1, outer=outer)
-    norms = [delta_norms(layout, delta)]
-    found = outer_step(layout, sync, (lr, mu), theta, None if first else b, [delta], norms, (1.0,))
+    found = samples.outer_step(sync, (lr, mu), State(theta, None if first else b), layout, delta)
     given_b = np.zeros(layout.elements) if first else b.astype(np.float64)
     after, momentum = algorithm.outer_step(
         layout, *plain_values([theta]), given_b, *plain_values([delta]), lr, mu, outer

@@ -14,8 +14,8 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.quantize import KINDS
 from diloco.syncer.algorithm import merge_weights
-from diloco.syncer.merging.fragment import outer_step
 from diloco.syncer.merging.merge import BLOCK, Reduced, Sum, delta_norms
+from diloco.syncer.merging.step import State
 from tests import samples
 
 
@@ -28,15 +28,17 @@ def layout(*tensors: tuple[int, str]) -> FragmentLayout:
 
 
 def merge(
-    fragment: FragmentLayout, deltas: Sequence[Any], shares: Any, out: np.ndarray, recorded: Any = None
-) -> Reduced:
+    fragment: FragmentLayout, deltas: Sequence[Any], shares: Any, recorded: Any = None
+) -> tuple[np.ndarray, Reduced]:
     """All at once."""
-    return Sum(fragment, out).close(deltas, [delta_norms(fragment, d) for d in deltas], shares, recorded)
+    total = Sum(fragment)
+    total.values.fill(np.nan)
+    return total.values, total.close(samples.contributions(fragment, deltas, shares), recorded)
 
 
 def run(fragment: FragmentLayout, deltas: Sequence[np.ndarray], weights: np.ndarray) -> tuple[np.ndarray, float]:
-    out = np.full(fragment.elements, np.nan, np.float32)
-    return out, merge(fragment, deltas, weights, out).norm
+    out, reduced = merge(fragment, deltas, weights)
+    return out, reduced.norm
 
 
 def random_deltas(fragment: FragmentLayout, count: int, dtype: type, seed: int = 0) -> list[np.ndarray]:
@@ -136,12 +138,12 @@ def test_a_merge_scales_by_recorded_lengths_and_measures_its_own():
     """What a replay rests on: the values follow the record, the measurement does not."""
     fragment = layout((300, "rda"), (20, "mean"))
     deltas, weights = random_deltas(fragment, 3, ml_dtypes.bfloat16), np.array([0.2, 0.3, 0.5])
-    out, again, other = (np.empty(fragment.elements, np.float32) for _ in range(3))
-    first = merge(fragment, deltas, weights, out)
+    out, first = merge(fragment, deltas, weights)
     assert first.directions[1] == 0
-    assert merge(fragment, deltas, weights, again, first.directions).directions.tolist() == first.directions.tolist()
+    again, same = merge(fragment, deltas, weights, first.directions)
+    assert same.directions.tolist() == first.directions.tolist()
     assert again.tobytes() == out.tobytes()
-    second = merge(fragment, deltas, weights, other, first.directions / 2)
+    other, second = merge(fragment, deltas, weights, first.directions / 2)
     assert second.directions.tolist() == first.directions.tolist()
     np.testing.assert_allclose(other[:300], 2 * out[:300], rtol=1e-6)
     assert other[300:].tobytes() == out[300:].tobytes()
@@ -191,9 +193,8 @@ def test_a_tensor_in_parts_is_merged_and_stepped_as_the_whole_one(cut, rule, mom
             state, at, *deltas = (
                 np.concatenate([one[s.tensor.name].reshape(-1)[s.within] for s in fragment.slots]) for one in values
             )
-            norms = [delta_norms(fragment, delta) for delta in deltas]
             sync, outer = samples.sync_spec(outer_momentum=momentum), (0.9, momentum)
-            made = outer_step(fragment, sync, outer, at, state, deltas, norms, list(weights))
+            made = samples.outer_step(sync, outer, State(at, state), fragment, *deltas, shares=weights)
             theta.append(made.theta)
             kept.append(np.zeros_like(made.theta) if made.momentum is None else made.momentum)
         return [layout.whole(theta), layout.whole(kept)]

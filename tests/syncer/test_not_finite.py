@@ -1,7 +1,6 @@
 """What a merge yields is committed only if it is finite: a run neither goes on with a NaN nor spins. Virtual time."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,9 @@ import pytest
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.transfer.globals import pull_state
-from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Stepped
+from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import all_finite
+from diloco.syncer.merging.step import OuterStep, Stepped
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline
 from tests import samples
@@ -25,14 +25,21 @@ class Overflowing(FragmentState):
     left = 0
     what = "theta"
 
-    def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
-        stepped = super().step(deltas, shares, draft)
-        array = stepped.theta if self.what == "theta" else stepped.momentum
-        if self.layout.id == 0 and Overflowing.left and array is not None:  # the first merges only average
-            Overflowing.left -= 1
-            Overflowing.times += 1
-            array[1] = np.inf
-        return stepped
+    def outer_step(self, *given: Any) -> OuterStep:
+        step = super().outer_step(*given)
+        take = step.take
+
+        def overflowing() -> Stepped:
+            stepped = take()
+            array = stepped.theta if self.what == "theta" else stepped.momentum
+            if self.layout.id == 0 and Overflowing.left and array is not None:  # the first merges only average
+                Overflowing.left -= 1
+                Overflowing.times += 1
+                array[1] = np.inf
+            return stepped
+
+        step.take = overflowing  # type: ignore[method-assign]
+        return step
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ import torch
 
 from diloco.pipeline.fragments import layout_of
 from diloco.syncer import algorithm
-from diloco.syncer.merging.fragment import outer_step
-from diloco.syncer.merging.merge import BLOCK, delta_norms
+from diloco.syncer.merging.merge import BLOCK
 from diloco.syncer.merging.outer import (
     Momentum,
     NesterovStep,
@@ -18,6 +17,7 @@ from diloco.syncer.merging.outer import (
     halley_iteration,
     solved,
 )
+from diloco.syncer.merging.step import State
 from diloco.syncer.replay.replay import ORTHOGONAL_TOLERANCE
 from tests import samples
 
@@ -61,8 +61,8 @@ MIXED = layout_of(
 
 def stepped(sync, outer, momentum, delta, layout=MIXED):
     """An outer step from zeros that merges one delta: theta, momentum and the orthogonalised step."""
-    theta = np.zeros(layout.elements, np.float32)
-    return outer_step(layout, sync, outer, theta, momentum, [delta], [delta_norms(layout, delta)], (1.0,))
+    before = State(np.zeros(layout.elements, np.float32), momentum)
+    return samples.outer_step(sync, outer, before, layout, delta)
 
 
 def random_vector(seed, layout=MIXED):

@@ -18,8 +18,8 @@ from diloco.pipeline.payload import quantize
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.committing import RunningSum
-from diloco.syncer.merging.fragment import Delta, Draft, FragmentState
-from diloco.syncer.merging.merge import BLOCK, MOST_SHARE, Sum, delta_norms, merge_shares
+from diloco.syncer.merging.fragment import Delta, FragmentState
+from diloco.syncer.merging.merge import BLOCK, MOST_SHARE, Contributions, Sum, delta_norms, merge_shares
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.replay import replay
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline
@@ -58,14 +58,15 @@ def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: li
     rule = "equal" if equal else "tokens"
     deltas, norms = DELTAS[wire][:count], NORMS[wire][:count]
     shares = merge_shares(COUNTERS[:count], rule, interval=INTERVAL)  # type: ignore[arg-type]
-    once, summed = np.empty(LAYOUT.elements, np.float32), np.full(LAYOUT.elements, np.nan, np.float32)
-    expected = Sum(LAYOUT, once).close(deltas, norms, shares)
-    partial, at = Sum(LAYOUT, summed), 0
+    given = Contributions(deltas, norms, shares, [1.0] * count)
+    once, partial, at = Sum(LAYOUT), Sum(LAYOUT), 0
+    expected = once.close(given)
+    partial.values.fill(np.nan)
     for part in parts:
-        partial.add(deltas[at : at + part], norms[at : at + part], shares[at : at + part])
+        partial.add(given.part(slice(at, at + part)))
         at = min(count, at + part)
-    found = partial.close(deltas, norms, shares)
-    assert summed.tobytes() == once.tobytes()
+    found = partial.close(given)
+    assert partial.values.tobytes() == once.values.tobytes()
     assert found.norm == expected.norm
     assert found.directions.tobytes() == expected.directions.tobytes()
 
@@ -112,7 +113,7 @@ def state(sync: SyncSpec) -> FragmentState:
 
 def running(offload: Callable[..., Awaitable[Any]], **settings: Any) -> tuple[RunningSum, Metrics]:
     metrics, sync = Metrics(), samples.sync_spec(**settings)
-    return RunningSum(state(sync), lambda: Draft(LAYOUT, sync), offload, metrics), metrics
+    return RunningSum(state(sync), offload, metrics), metrics
 
 
 def anew(metrics: Metrics) -> float | None:
@@ -122,15 +123,15 @@ def anew(metrics: Metrics) -> float | None:
 ALL = [delta(i, counters) for i, counters in enumerate(COUNTERS)]
 
 
-def close(draft: Draft, deltas: list[Delta], clip: float = 0.0) -> tuple[float, ...]:
+def close(total: Sum, deltas: list[Delta], clip: float = 0.0) -> tuple[float, ...]:
     """The rest of these goes in: to the bit as if all had been there at once. Their factors."""
     factors = algorithm.clip_factors([one.norm for one in deltas], clip)
     shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in deltas], interval=INTERVAL)
-    given = [one.values for one in deltas], [one.norms for one in deltas], shares
-    draft.sum.close(*given, factors=factors)
-    expected = np.empty(LAYOUT.elements, np.float32)
-    Sum(LAYOUT, expected).close(*given, factors=factors)
-    assert draft.theta.tobytes() == expected.tobytes()
+    given = Contributions([one.values for one in deltas], [one.norms for one in deltas], shares, factors)
+    total.close(given)
+    expected = Sum(LAYOUT)
+    expected.close(given)
+    assert total.values.tobytes() == expected.values.tobytes()
     return factors
 
 
@@ -149,9 +150,8 @@ async def test_all_but_the_last_are_summed_when_a_window_closes() -> None:
     offload.go.set()
     await asyncio.sleep(0.1)
     assert offload.asked == 2
-    draft = await sums.draft(ALL)
-    assert draft.sum.count == 4
-    assert (await sums.draft(ALL)).sum.count == 0  # another window's
+    assert (await sums.take(ALL)).count == 4
+    assert (await sums.take(ALL)).count == 0  # another window's
     assert anew(metrics) == 0
 
 
@@ -163,11 +163,11 @@ async def test_a_merge_waits_for_what_is_being_added_and_for_nothing_more() -> N
     sums.follow(ALL[:2])
     await asyncio.sleep(0)
     sums.follow(ALL[:3])
-    drafting = asyncio.create_task(sums.draft(ALL[:4]))
+    taking = asyncio.create_task(sums.take(ALL[:4]))
     await asyncio.sleep(1)
-    assert not drafting.done()
+    assert not taking.done()
     offload.go.set()
-    assert (await drafting).sum.count == 2
+    assert (await taking).count == 2
     assert offload.asked == 1
 
 
@@ -191,9 +191,9 @@ async def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list
         sums.follow(then)
     offload.go.set()
     await asyncio.sleep(0.1)
-    draft = await sums.draft(then)
+    total = await sums.take(then)
     assert anew(metrics) == 1
-    close(draft, then)
+    close(total, then)
 
 
 @in_virtual_time
@@ -205,7 +205,7 @@ async def test_a_sum_is_begun_anew_where_one_more_delta_changes_a_factor() -> No
         sums.follow(deltas[:count])
         await asyncio.sleep(0.01)
     assert anew(metrics) == 1
-    assert close(await sums.draft(deltas), deltas, clip=1.0)[0] < 1
+    assert close(await sums.take(deltas), deltas, clip=1.0)[0] < 1
 
 
 @in_virtual_time
@@ -231,9 +231,9 @@ async def test_the_tape_tells_the_order_of_completion_and_a_replay_gives_the_sam
     added: list[int] = []
     add = Sum.add
 
-    def counted(self: Sum, deltas: Any, *args: Any) -> None:
-        added.append(len(deltas))
-        add(self, deltas, *args)
+    def counted(self: Sum, more: Contributions) -> None:
+        added.append(len(more.deltas))
+        add(self, more)
 
     monkeypatch.setattr(Sum, "add", counted)
     sync = sync_spec(fragments=1, quorum=4, tokens=10**9, codec="fp32")

@@ -21,14 +21,14 @@ import numpy as np
 from rich.console import Console
 
 from diloco.pipeline.fragments import FragmentLayout, layout_of
-from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.algorithm import merge_weights
-from diloco.syncer.merging.fragment import Draft, outer_step
-from diloco.syncer.merging.merge import delta_norms, merge_shares
-from diloco.syncer.merging.outer import at_its_length, halley_iteration
+from diloco.syncer.merging.merge import Contributions, Float64, Sum, delta_norms, merge_shares
+from diloco.syncer.merging.outer import Outer, at_its_length, halley_iteration
+from diloco.syncer.merging.step import OuterStep, State, Stepped
 from diloco_studies.bench.figures import Spread, progress, spread
 from diloco_studies.bench.floor import merge_traffic
 from diloco_studies.bench.machine import need_memory
@@ -92,7 +92,6 @@ class Work:
         self.deltas = [rng.standard_normal(sizes.elements, np.float32).astype(dtype) for _ in range(sizes.learners)]
         self.theta = rng.standard_normal(sizes.elements, np.float32)
         self.momentum = np.zeros_like(self.theta) if sizes.momentum else None
-        self.outer = self.sync.outer_lr, self.sync.outer_momentum
         counters = [(24, 1000 * (i + 1)) for i in range(sizes.learners)]
         interval = max(steps for steps, _ in counters)
         self.weights = merge_weights(counters, interval=interval)
@@ -103,29 +102,31 @@ class Work:
         self.square = rng.standard_normal((sizes.side, sizes.side), np.float32)
         self._copy = np.ones(2**28, np.uint8), np.ones(2**28, np.uint8)
 
-    def step(self, layout: FragmentLayout | None = None) -> Any:
+    def step(self, layout: FragmentLayout | None = None) -> Stepped:
         """Merge and outer step, as the syncer makes them."""
-        given = self.theta, self.momentum, self.deltas, self.norms, self.shares
-        return outer_step(layout or self.layout, self.sync, self.outer, *given)
+        return self._taken(Sum(layout or self.layout), self.norms, self.sync)
 
-    def default_step(self) -> Any:
+    def default_step(self) -> Stepped:
         """The same with the defaults of a run, where tensors are matrices."""
-        outer = self.default.outer_lr, self.default.outer_momentum
-        given = self.theta, self.momentum, self.deltas, self.default_norms, self.shares
-        return outer_step(self.by_default, self.default, outer, *given)
+        return self._taken(Sum(self.by_default), self.default_norms, self.default)
 
-    def draft(self, summed: int) -> Draft:
-        """A draft in which the first so many deltas are summed already, each as it came."""
-        draft = Draft(self.layout, self.sync)
-        draft.prepare(self.sync.outer_momentum)
-        for start, stop in ((0, 2), *((at, at + 1) for at in range(2, summed))):
-            draft.sum.add(self.deltas[start:stop], self.norms[start:stop], self.shares[start:stop])
-        return draft
+    def _taken(self, total: Sum, norms: list[Float64], sync: SyncSpec) -> Stepped:
+        outer, before = Outer(sync.outer_lr, sync.outer_momentum), State(self.theta, self.momentum)
+        return OuterStep(total, self._contributions(norms), sync, outer, before).take()
 
-    def close(self, draft: Draft) -> Any:
+    def _contributions(self, norms: list[Float64]) -> Contributions:
+        return Contributions(self.deltas, norms, self.shares, [1.0] * len(self.deltas))
+
+    def summed(self, count: int) -> Sum:
+        """A sum that has the first so many deltas, each as it came."""
+        total, given = Sum(self.layout), self._contributions(self.norms)
+        for start, stop in ((0, 2), *((at, at + 1) for at in range(2, count))):
+            total.add(given.part(slice(start, stop)))
+        return total
+
+    def close(self, total: Sum) -> Stepped:
         """The rest of the merge, and the step."""
-        given = self.deltas, self.norms, self.shares
-        return outer_step(self.layout, self.sync, self.outer, self.theta, self.momentum, *given, draft=draft)
+        return self._taken(total, self.norms, self.sync)
 
     def judged(self) -> Any:
         """The norms of all deltas, which the syncer takes while uploads come in."""
@@ -212,7 +213,7 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
         return seconds
 
     def closing() -> float:
-        room = work.draft(sizes.learners - 1)
+        room = work.summed(sizes.learners - 1)
         return timed(lambda: work.close(room))()
 
     ways = {
@@ -227,7 +228,7 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
         "product_s": timed(work.product),
     }
     if sizes.learners > 2:  # two are never summed before both are here
-        ways |= {"folding_s": timed(lambda: work.draft(sizes.learners - 1)), "closing_s": closing}
+        ways |= {"folding_s": timed(lambda: work.summed(sizes.learners - 1)), "closing_s": closing}
     found = alternate(ways, sizes.repeats, console, "merging")
     report = {name: spread(values) for name, values in found.items()}
     for name in ("default", "merge", "rows", "plain_numpy", "memory_floor", "norms"):

@@ -25,8 +25,8 @@ from diloco.pipeline.outer_cost import CORE_FLOPS
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.site import outer_operations
 from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Offer, Refused, Suspects
-from diloco.syncer.committing import RoundTrips
 from diloco.syncer.downloads import UploadEstimator
+from diloco.syncer.durations import RoundTrips
 from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
