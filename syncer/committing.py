@@ -105,11 +105,12 @@ class Staging:
         self._replaced[keys] = now
         while now - self._replaced[next(iter(self._replaced))] > REPLACED_TTL_S:
             del self._replaced[next(iter(self._replaced))]
-        most = max(1, REPLACED_BYTES // self._sync.fragments // (4 * self._layout.elements))
-        oldest = tuple(self._replaced)[: max(0, len(self._replaced) - most)]
-        for gone in oldest:
-            del self._replaced[gone]
-        return tuple(key for keys in oldest for key in keys)
+        retired: tuple[str, ...] = ()
+        cap = REPLACED_BYTES // self._sync.fragments
+        while len(self._replaced) > 1 and 4 * self._layout.elements * len(self._replaced) > cap:
+            del self._replaced[oldest := next(iter(self._replaced))]
+            retired += oldest
+        return retired
 
 
 # --- the running sum -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.syncer.admission import Admission
 from diloco.syncer.committing import Committing
-from diloco.syncer.merging import fragment, outer, step
+from diloco.syncer.merging import fragment, outer
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.serving.leases import Leases
@@ -246,7 +246,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the momentum is of orthogonalised steps",
-        step,
+        outer,
         "matrix_blocks",
         (
             (

@@ -20,8 +20,7 @@ from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.transfer.globals import push_global
 from diloco.syncer.merging.merge import Contributions, Sum, delta_norms
-from diloco.syncer.merging.outer import Outer
-from diloco.syncer.merging.step import OuterStep, State, Stepped
+from diloco.syncer.merging.outer import Outer, OuterStep, State, Stepped
 from diloco.workers.rounds import Rounds
 from diloco_studies.virtual.virtual_time import inline
 

@@ -43,8 +43,7 @@ from diloco.syncer.checkpoints.places import Folder as FolderPlace
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import run_folder
 from diloco.syncer.merging.merge import Contributions, Sum, delta_norms
-from diloco.syncer.merging.outer import Outer
-from diloco.syncer.merging.step import OuterStep, State
+from diloco.syncer.merging.outer import Outer, OuterStep, State
 
 # Packages whose versions are printed.
 PACKAGES = ("diloco", "numpy", "redis", "torch")

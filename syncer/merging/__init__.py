@@ -1,1 +1,1 @@
-"""From deltas to the next version of a fragment: merge rules, outer step, draft, uploads."""
+"""From deltas to the next version of a fragment: merge rules, outer step, repair."""

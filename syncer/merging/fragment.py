@@ -21,8 +21,7 @@ from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.cosine import cosines
 from diloco.syncer.merging.merge import Contributions, Float32, Float64, Sum, all_finite, merge_shares, rebase
-from diloco.syncer.merging.outer import Outer, outer_at
-from diloco.syncer.merging.step import OuterStep, State
+from diloco.syncer.merging.outer import Outer, OuterStep, State, outer_at
 
 # A delta is refused if it is more than this many times as long as the running median of its fragment's deltas.
 ABSURD_NORM_FACTOR = 100.0
@@ -74,7 +73,7 @@ class Merged:
     directions: Float64
     """See `merge.Reduced`, also for `norm`."""
     orthogonal: Float32 | None = None
-    """See `step.Stepped.orthogonal`."""
+    """See `outer.Stepped.orthogonal`."""
     finite: bool = True
     """True if values and momentum have no NaN and no infinity. Otherwise the state must not be committed."""
 

@@ -18,7 +18,7 @@ factors, so a merge can be repeated from recorded factors.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import mul
 from typing import NamedTuple, Protocol
 
@@ -453,17 +453,12 @@ class Sum:
             recorded: (tensors,) directions of an earlier merge to scale by (for a replay); None: as measured here.
             each_block: called for each block (see `EachBlock`).
         """
-        if len(contributions.deltas) == 1:
-            rest, scale = contributions._replace(shares=[1.0]), 1.0
-            rules: Mapping[int, Rule] = {t: Mean(slot, self.values, self._scratch) for t, slot in self._slots.items()}
-        else:
-            rest, scale, rules = (
-                contributions.part(slice(self.count, None)),
-                1 / math.fsum(contributions.shares),
-                self._rules,
-            )
+        alone = len(contributions.deltas) == 1
+        rest = contributions._replace(shares=[1.0]) if alone else contributions.part(slice(self.count, None))
+        scale = 1.0 if alone else 1 / math.fsum(contributions.shares)
         total, directions = 0.0, np.zeros(len(self.layout.slots), np.float64)
-        for t, rule in rules.items():
+        for t, slot in self._slots.items():
+            rule = Mean(slot, self.values, self._scratch) if alone else self._rules[t]
             told = None if recorded is None else float(recorded[t])
             squared, directions[t] = rule.close(rest.to(t), scale, told, each_block)
             total += squared

@@ -1,6 +1,9 @@
-"""Outer optimizers of one global fragment: SGD with Nesterov momentum (paper, outer step), or Halley's. Pure numpy.
+"""The outer step of one fragment: its optimizers, and the way from a window's sum to the next version. Pure numpy.
 
-Nesterov's step is elementwise and is taken block by block. Halley's is the same, except that the step of each matrix is
+An `OuterStep` writes from front to back over the sum, in the sum's memory. Its payloads grow with it, so that they can
+be uploaded meanwhile. Values and momentum before the step are not changed.
+
+The optimizers are SGD with Nesterov momentum (paper, outer step), and Halley's. Nesterov's step is elementwise and is taken block by block. Halley's is the same, except that the step of each matrix is
 orthogonalised as a whole by one Halley iteration (after Jordan et al., Muon: An optimizer for hidden layers in neural
 networks, 2024, where it is an inner optimizer).
 """
@@ -14,9 +17,12 @@ from typing_extensions import override
 
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.codec import Grown, nobody
 from diloco.pipeline.ramps import interval_in_force
+from diloco.pipeline.transfer.globals import GrowingGlobal
 from diloco.syncer.algorithm import HALLEY
-from diloco.syncer.merging.merge import BLOCK, Float32, squares
+from diloco.syncer.merging.merge import BLOCK, Contributions, Float32, Float64, Reduced, Sum, squares
 
 # A matrix shorter than this is rounding noise and is left unchanged.
 _NO_DIRECTION = 1e-30
@@ -239,3 +245,99 @@ def at_its_length(turned: Float32, matrix: Float32) -> Float32:
         length, now = math.sqrt(squares(matrix.reshape(-1))), math.sqrt(squares(flat))
         scaled: Float32 = np.multiply(flat, np.float32(length / now if now else 0.0))
     return scaled
+
+
+# --- the step of a fragment ------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """Values and outer momentum of a fragment at one version."""
+
+    theta: Float32
+    """(elements,)"""
+    momentum: Float32 | None
+    """(elements,); None stands for zeros."""
+
+
+class Recorded(NamedTuple):
+    """Outcome of an earlier step that a replay follows, where the machine's libraries choose an order of summation."""
+
+    directions: Float64
+    """(tensors,): `merge.Reduced.directions`."""
+    orthogonal: Float32 | None
+    """`Stepped.orthogonal`."""
+
+
+class Stepped(NamedTuple):
+    """Outcome of an outer step."""
+
+    theta: Float32
+    """(elements,)"""
+    momentum: Float32 | None
+    """(elements,); None stands for zeros."""
+    digest: bytes
+    """Digest of theta."""
+    reduced: Reduced
+    orthogonal: Float32 | None
+    """(matrix elements,): `found` of `matrix_blocks`; None for a step that orthogonalises nothing."""
+
+
+class OuterStep:
+    """One outer step (paper: RDA, outer optimizer), which is taken once. Its payloads are there from the start."""
+
+    def __init__(
+        self,
+        total: Sum,
+        contributions: Contributions,
+        sync: SyncSpec,
+        outer: Outer,
+        before: State,
+        grown: Grown = nobody,
+    ) -> None:
+        """Allocate what the step writes, besides the sum's memory.
+
+        Args:
+            total: has the first of the contributions, or none; overwritten by the step.
+            contributions: all that are merged.
+            sync: outer optimizer, codec of the global and chunk size.
+            outer: from `outer_at`.
+            before: the state at the base.
+            grown: called by the thread that takes the step, when more chunks of any payload are whole.
+        """
+        self._sum, self._contributions, layout = total, contributions, total.layout
+        theta, values, (lr, mu) = before.theta, total.values, outer
+        # A step that only averages keeps no momentum: the next step with momentum starts from zeros.
+        self._momentum = pooled(layout.elements, np.float32) if mu else None
+        self._matrices: tuple[NesterovStep, Float32] | None = None
+        self._step: PlainStep
+        if self._momentum is not None:
+            self._step = step = NesterovStep(theta, Momentum(before.momentum, self._momentum, mu), values, lr)
+            if sync.outer == "halley" and (elements := matrix_elements(layout)):
+                self._matrices = step, np.empty(elements, np.float32)
+        elif layout.averaged:
+            self._step = AveragingStep(layout, theta, values)
+        else:
+            self._step = PlainStep(theta, values, lr)
+        self.growing = GrowingGlobal(values, self._momentum, sync, grown)
+
+    @property
+    def orthogonalises(self) -> bool:
+        """True if the step orthogonalises matrices."""
+        return self._matrices is not None
+
+    def take(self, recorded: Recorded | None = None) -> Stepped:
+        """Add the rest of the contributions and take the step. recorded: what a replay follows."""
+        directions, orthogonal = (None, None) if recorded is None else recorded
+        if self._matrices is None:
+            # Each block is stepped right after its merge, while it is in the CPU cache.
+            reduced, found = self._sum.close(self._contributions, directions, self._block), None
+        else:
+            # A matrix is orthogonalised as a whole, so all of it must be merged first: this needs a second pass.
+            reduced, (step, found) = self._sum.close(self._contributions, directions), self._matrices
+            for stop in matrix_blocks(self._sum.layout, step, found, orthogonal):
+                self.growing.grow_to(stop)
+        return Stepped(self._sum.values, self._momentum, self.growing.digest, reduced, found)
+
+    def _block(self, start: int, stop: int) -> None:
+        self._step.block(start, stop)
+        self.growing.grow_to(stop)

@@ -98,7 +98,7 @@ class RecordedMerge:
     deltas: tuple[Vector, ...]
     """(elements,) of each contribution, as it was sent."""
     orthogonal: Float32 | None = None
-    """See `fragment.Stepped`."""
+    """See `outer.Stepped`."""
 
 
 @dataclass(frozen=True, slots=True)

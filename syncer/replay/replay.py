@@ -38,8 +38,7 @@ from diloco.pipeline.payload.codec import Vector, as_bytes, payload_digest
 from diloco.pipeline.ramps import interval_in_force
 from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.merge import Contributions, Float32, Sum, delta_norms, merge_shares, rebase
-from diloco.syncer.merging.outer import outer_at
-from diloco.syncer.merging.step import OuterStep, Recorded, State
+from diloco.syncer.merging.outer import OuterStep, Recorded, State, outer_at
 from diloco.syncer.replay.recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
 
 # Allowed relative difference of two computations of one reduction; float32 sums in rows differ by 5e-7 at most.

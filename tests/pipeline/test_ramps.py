@@ -7,8 +7,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, TensorSpec
 from diloco.pipeline.ramps import interval_at
 from diloco.pipeline.settings import SyncSettings
-from diloco.syncer.merging.outer import outer_at
-from diloco.syncer.merging.step import State
+from diloco.syncer.merging.outer import State, outer_at
 from diloco.workers.rounds import Base, Rounds
 from tests import samples
 from tests.virtual_run import PLAIN

@@ -19,7 +19,7 @@ from diloco.syncer.grace import MOST_GRACE_S, GraceEstimator
 from diloco.syncer.merging import merge
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import BLOCK, delta_norms
-from diloco.syncer.merging.step import State
+from diloco.syncer.merging.outer import State
 from diloco.workers.parameters import tensor_table
 from tests import samples
 from tests.world import plan

@@ -15,7 +15,7 @@ from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.quantize import KINDS
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.merge import BLOCK, Reduced, Sum, delta_norms
-from diloco.syncer.merging.step import State
+from diloco.syncer.merging.outer import State
 from tests import samples
 
 

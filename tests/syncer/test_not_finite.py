@@ -11,7 +11,7 @@ from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import all_finite
-from diloco.syncer.merging.step import OuterStep, Stepped
+from diloco.syncer.merging.outer import OuterStep, Stepped
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline
 from tests import samples

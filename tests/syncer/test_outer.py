@@ -13,11 +13,11 @@ from diloco.syncer.merging.outer import (
     Momentum,
     NesterovStep,
     PlainStep,
+    State,
     at_length_one,
     halley_iteration,
     solved,
 )
-from diloco.syncer.merging.step import State
 from diloco.syncer.replay.replay import ORTHOGONAL_TOLERANCE
 from tests import samples
 

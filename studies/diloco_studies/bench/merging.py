@@ -27,8 +27,7 @@ from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.merge import Contributions, Float64, Sum, delta_norms, merge_shares
-from diloco.syncer.merging.outer import Outer, at_its_length, halley_iteration
-from diloco.syncer.merging.step import OuterStep, State, Stepped
+from diloco.syncer.merging.outer import Outer, OuterStep, State, Stepped, at_its_length, halley_iteration
 from diloco_studies.bench.figures import Spread, progress, spread
 from diloco_studies.bench.floor import merge_traffic
 from diloco_studies.bench.machine import need_memory
