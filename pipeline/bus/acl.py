@@ -88,7 +88,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
                 _READ,
                 [
                     *keys.of_run("spec", "wanted", "state", "syncers", rights=read),
-                    *keys.of_groups("head:*", "global:*", "update:*", "tape", rights=read),
+                    *keys.of_groups("head:*", "global:*", "tape", rights=read),
                 ],
             ),
             # Writing its own deltas.

@@ -3,9 +3,10 @@
 An `OuterStep` writes from front to back over the sum, in the sum's memory. Its payloads grow with it, so that they can
 be uploaded meanwhile. Values and momentum before the step are not changed.
 
-The optimizers are SGD with Nesterov momentum (paper, outer step), and Halley's. Nesterov's step is elementwise and is taken block by block. Halley's is the same, except that the step of each matrix is
-orthogonalised as a whole by one Halley iteration (after Jordan et al., Muon: An optimizer for hidden layers in neural
-networks, 2024, where it is an inner optimizer).
+The optimizers are SGD with Nesterov momentum (paper, outer step), and Halley's. Nesterov's step is elementwise and is
+taken block by block. Halley's is the same, except that the step of each matrix is orthogonalised as a whole by one
+Halley iteration (after Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024, where it is an
+inner optimizer).
 """
 
 import math
