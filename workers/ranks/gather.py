@@ -91,12 +91,12 @@ class _Gathering:
 
     def _put(self, own: Float32, pieces: Sequence[Piece], out: npt.NDArray[Any]) -> None:
         for piece in pieces:
-            there = slice(piece.start, piece.start + piece.elements)
-            self._put_one(own[piece.at : piece.at + piece.elements], there, out[there])
+            span = slice(piece.start, piece.start + piece.elements)
+            self._put_one(own[piece.at : piece.at + piece.elements], span, out[span])
 
-    def _put_one(self, values: Float32, there: slice, out: npt.NDArray[Any]) -> None:
+    def _put_one(self, values: Float32, span: slice, out: npt.NDArray[Any]) -> None:
         if self._against is not None:
-            encode_delta(self._against[there], lambda: values, self.codec, None, out.view(np.uint8))
+            encode_delta(self._against[span], lambda: values, self.codec, None, out.view(np.uint8))
         else:
             out[:] = values
 
@@ -223,12 +223,12 @@ class Transfers:
         await gathering.whole.wait()
         return self._gathering.pop((p, tag))
 
-    async def _upload(self, _: int, p: int, tag: int, said: dict[str, Any]) -> bool:
-        """Upload a gathered delta. `said` holds the fields of the publication except its base."""
+    async def _upload(self, _: int, p: int, tag: int, fields: dict[str, Any]) -> bool:
+        """Upload a gathered delta. fields: of the publication, except its base."""
         gathering = await self._whole(p, tag)
         if gathering.base is None:
             raise UsageError(f"a snapshot of fragment {p} was taken before it was adopted")
-        publication, version = Publication(gathering.base, **said), gathering.base.version
+        publication, version = Publication(gathering.base, **fields), gathering.base.version
 
         def of_use() -> bool:
             return max((one.version for (q, _), one in self._bases.items() if q == p), default=version) - 1 <= version
@@ -453,8 +453,8 @@ class Replicas:
         self._apart = bool(ranks)
 
 
-def differing(said: Mapping[int, Float32]) -> Sequence[int]:
-    """Return the ranks whose values differ from rank 0's. said: by rank, (2, elements) before and after a step."""
-    before, now = said[0].astype(np.float64)
+def differing(values: Mapping[int, Float32]) -> Sequence[int]:
+    """Return the ranks whose values differ from rank 0's. values: by rank, (2, elements) before and after a step."""
+    before, now = values[0].astype(np.float64)
     least = max(APART * np.linalg.norm(now - before), ROUNDING * np.linalg.norm(now))
-    return [rank for rank in sorted(said) if np.linalg.norm(said[rank][1] - now) > least]
+    return [rank for rank in sorted(values) if np.linalg.norm(values[rank][1] - now) > least]

@@ -48,13 +48,13 @@ class SnapshotRequests:
         self._newest = self._newest | dict.fromkeys(fragments, request)
 
     @property
-    def heard(self) -> Mapping[int, int]:
+    def newest(self) -> Mapping[int, int]:
         """The newest request of each fragment, granted or not, for the training thread."""
         return self._newest
 
-    def open(self, heard: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Return the (fragment, request) pairs among `heard` that are not granted yet."""
-        return [(p, request) for p, request in sorted(heard.items()) if self._granted.get(p, 0) < request]
+    def ungranted(self, newest: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Return the (fragment, request) pairs among `newest` that are not granted yet."""
+        return [(p, request) for p, request in sorted(newest.items()) if self._granted.get(p, 0) < request]
 
     def granted(self, p: int, request: int) -> None:
         """Record that all ranks granted a request at one step. The thread that counts the step calls this."""
@@ -255,7 +255,7 @@ class RanksCarrier:
     async def upload(self, publication: Publication, values: SnapshotAt, of_use: Callable[[], bool]) -> bool:
         """Let the fragment's server upload a delta; implements `Carrier.upload`."""
         p, (tag, server) = publication.base.fragment, values
-        said = {name: getattr(publication, name) for name in PUBLICATION_FIELDS}
+        fields = {name: getattr(publication, name) for name in PUBLICATION_FIELDS}
         try:
             while tag is None and not self._in_flight.last(p, server):
                 self._uploaded.clear()
@@ -265,7 +265,7 @@ class RanksCarrier:
                     self._transport.tell(server, "forget", p, tag)
                 return False
             tag = await self._snapshot(p, server) if tag is None else tag
-            return bool(await self._transport.ask(server, "upload", p, tag, said))
+            return bool(await self._transport.ask(server, "upload", p, tag, fields))
         finally:
             self._in_flight.uploaded(p)
             self._uploaded.set()

@@ -285,11 +285,11 @@ class RankExchange:
 
         At a run's start the state may not be known when the ranks enter; no rank saves its moments until it is.
         """
-        told: float | None = None
+        sent: float | None = None
         while True:
             state = shared.state
-            if state is not None and state.started_unix_s != told:
-                told = state.started_unix_s
+            if state is not None and state.started_unix_s != sent:
+                sent = state.started_unix_s
                 for rank in range(1, self._transport.ranks):
                     self._transport.tell(rank, "know", codec.encode(state))
             await asyncio.sleep(CHECK_S)

@@ -62,8 +62,8 @@ class RankFolder(StateFolder):
             super().__init__(path, kept)
         else:
             partition = digest_of(msgpack.packb([sorted(one.items()) for one in held])).hex()
-            told = {"held": dict(held[rank]), "partition": partition}
-            super().__init__(path / f"rank-{first}-of-{len(held)}", kept, told)
+            extra = {"held": dict(held[rank]), "partition": partition}
+            super().__init__(path / f"rank-{first}-of-{len(held)}", kept, extra)
 
     @classmethod
     def of_one(cls, path: Path, kept: Layout, whole: Layout) -> "RankFolder":

@@ -160,13 +160,13 @@ class JoinedRank:
 
         The result lags by one step, because a step's sum runs beside the next step.
         """
-        snapshot_requests = self._rank.snapshot_requests
-        heard = snapshot_requests.heard  # read first: a request that arrives from now on is for the next step
+        requests = self._rank.snapshot_requests
+        newest = requests.newest  # read first: a request that arrives from now on is for the next step
         self._rank.exit_barrier.steps = self._steps = self._steps + 1
         self._compare()
         before, decided = self._settle(), self._decide()
         taken = {
-            p: _Taken(request, self._servers[p], self._own_snapshot(p)) for p, request in snapshot_requests.open(heard)
+            p: _Taken(request, self._servers[p], self._own_snapshot(p)) for p, request in requests.ungranted(newest)
         }
         fragments, stop = len(self.training.layout.fragments), self._stopping.heard > 0
         total = self._group.start_sum(encode(tokens, stop, fragments, taken, decided))

@@ -32,8 +32,8 @@ class ShardBroadcast:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.heard: queue.SimpleQueue[tuple[LoaderArguments, str, int, bytes]] = queue.SimpleQueue()
-        """Each shard as rank 0 told it: what its loop asked for, entry id ("" if it is read again), position, and
+        self.received: queue.SimpleQueue[tuple[LoaderArguments, str, int, bytes]] = queue.SimpleQueue()
+        """Each shard as rank 0 sent it: what its loop asked for, entry id ("" if it is read again), position, and
         bytes."""
         transport.handle(shard=self._receive)
 
@@ -45,7 +45,7 @@ class ShardBroadcast:
 
     async def _receive(self, _: int, asked: list[int], entry: str, position: int, encoded: bytes) -> None:
         length, seed, size, accumulate = asked
-        self.heard.put(((length, seed, size, accumulate), entry, position, encoded))
+        self.received.put(((length, seed, size, accumulate), entry, position, encoded))
 
 
 def loader_arguments(order: DataOrder, batch_size: int, accumulate: int) -> LoaderArguments:
@@ -71,9 +71,9 @@ class LeadingShards:
 class FollowingShards:
     """Another rank's shards in rank 0's order (`batches.Turns`)."""
 
-    def __init__(self, told: ShardBroadcast, asked: LoaderArguments, check: Callable[[], object]) -> None:
+    def __init__(self, broadcast: ShardBroadcast, asked: LoaderArguments, check: Callable[[], object]) -> None:
         """asked: by this rank's loop; rank 0's must be the same. check: raises if the learner is not in its run."""
-        self._told, self._asked, self._check = told, asked, check
+        self._broadcast, self._asked, self._check = broadcast, asked, check
 
     def first(self, check: Callable[[], object]) -> ClaimedShard:
         """Return the first shard; waits like `after`, without a time limit. check: called meanwhile; may raise to give
@@ -92,10 +92,10 @@ class FollowingShards:
         return self._next(self._check, GIVES_UP_S)
 
     def _next(self, check: Callable[[], object], within_s: float | None) -> tuple[ClaimedShard | None, Shard]:
-        began, said = time.monotonic(), False
+        began, warned = time.monotonic(), False
         while True:
             try:
-                asked, entry, position, encoded = self._told.heard.get(timeout=LOOK_S)
+                asked, entry, position, encoded = self._broadcast.received.get(timeout=LOOK_S)
                 break
             except queue.Empty:
                 check()
@@ -103,8 +103,8 @@ class FollowingShards:
             how = "all ranks must draw alike: give their loaders the same num_workers and prefetch_factor"
             if within_s is not None and waited_s > within_s:
                 raise UsageError(f"batches(): rank 0 has not drawn as many as this rank in {within_s:g} s; {how}")
-            if not said and waited_s > PATIENCE_S:
-                said = True
+            if not warned and waited_s > PATIENCE_S:
+                warned = True
                 structlog.get_logger().warning("batches_awaited", detail=f"rank 0 has not drawn as many yet; {how}")
         if asked != self._asked:
             raise UsageError(f"batches(): this rank says {_shown(self._asked)}, rank 0 {_shown(asked)}: say the same")

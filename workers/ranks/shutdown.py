@@ -123,8 +123,8 @@ async def _steps_of(transport: Transport, rank: int, within_s: float = INFORM_S)
 
 async def steps_of_all(transport: Transport, within_s: float) -> str:
     """Return a text that says how far each rank is; takes at most `within_s` seconds."""
-    said = await asyncio.gather(*(_steps_of(transport, rank, within_s) for rank in range(transport.ranks)))
-    return _steps_text(dict(enumerate(said)))
+    steps = await asyncio.gather(*(_steps_of(transport, rank, within_s) for rank in range(transport.ranks)))
+    return _steps_text(dict(enumerate(steps)))
 
 
 def _steps_text(steps: Mapping[int, int | str]) -> str:

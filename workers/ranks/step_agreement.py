@@ -86,9 +86,9 @@ def encode(
         taken: fragments of which this rank took a snapshot at the end of this step.
         decided: rank 0's decisions; the other ranks leave the default, which adds nothing to the sum.
     """
-    told = [tokens, int(stop), int(decided.over), int(PARTS * decided.progress)]
-    told += [int(p in taken) for p in range(fragments)]
-    return told + [decided.adoptions.get(p, 0) for p in range(fragments)]
+    contributed = [tokens, int(stop), int(decided.over), int(PARTS * decided.progress)]
+    contributed += [int(p in taken) for p in range(fragments)]
+    return contributed + [decided.adoptions.get(p, 0) for p in range(fragments)]
 
 
 def decode(sums: Sequence[int], ranks: int) -> StepSum:

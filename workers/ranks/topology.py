@@ -142,7 +142,7 @@ def gather_messages(group: Any, own: M) -> list[M]:
         UsageError: a rank's message cannot be read; all ranks raise this.
         RuntimeError: raised by torch if a rank is gone.
     """
-    kind, said = type(own), list[M]()
+    kind, messages = type(own), list[M]()
     for rank in range(distributed.get_world_size(group)):
         source, data = distributed.get_global_rank(group, rank), bytearray(codec.encode(own))
         size = torch.tensor([len(data)], device="cpu")
@@ -153,10 +153,10 @@ def gather_messages(group: Any, own: M) -> list[M]:
             data = bytearray(nbytes)
         distributed.broadcast(torch.frombuffer(data, dtype=torch.uint8), source, group)
         try:
-            said.append(codec.decode(kind, bytes(data)))
+            messages.append(codec.decode(kind, bytes(data)))
         except BadMessage as error:
             raise UsageError(f"rank {rank} of this learner has sent a message that cannot be read: {error}") from error
-    return said
+    return messages
 
 
 def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
@@ -380,8 +380,8 @@ def rendezvous(
             _same_arguments(gather_messages(group, Arguments(arguments=tuple(asked.items()))))
             token = secrets.token_bytes(TOKEN_BYTES)
             own = Proposal(spec=_on_all(group, propose), learner=learner[0], incarnation=learner[1], token=token)
-            agreed, *_ = said = gather_messages(group, own)
-            _same_model(said)
+            agreed, *_ = proposals = gather_messages(group, own)
+            _same_model(proposals)
             ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
             rows = gather_messages(group, HeldRows(machine=socket.gethostname(), held=ranges))
             connections = _connect(group, [one.machine for one in rows], agreed.token)
@@ -432,31 +432,31 @@ def _on_all(group: Any, do: Callable[[], T]) -> T:
         done = do()
     except DilocoError as error:
         refusal = error
-    said = gather_messages(group, Readiness(refused="" if refusal is None else str(refusal)[:MAX_REFUSED]))
+    answers = gather_messages(group, Readiness(refused="" if refusal is None else str(refusal)[:MAX_REFUSED]))
     if refusal is not None:
         raise refusal
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(answers):
         if one.refused:
             raise UsageError(f"rank {rank} of this learner cannot join: {one.refused}")
     return done
 
 
-def _same_arguments(said: Sequence[Arguments]) -> None:
+def _same_arguments(messages: Sequence[Arguments]) -> None:
     """Refuse on all ranks if the arguments of one rank differ from rank 0's.
 
     This check precedes the proposals, because proposing is collective: all ranks gather the frozen shards for it.
     """
-    first = dict(said[0].arguments)
-    for rank, one in enumerate(said):
+    first = dict(messages[0].arguments)
+    for rank, one in enumerate(messages):
         pairs = ((name, its, first.get(name)) for name, its in one.arguments)
         differ = [f"  {name}: {its}; rank 0: {its_0}" for name, its, its_0 in pairs if its != its_0]
         _refuse(rank, "other arguments", "\n".join(differ))
 
 
-def _same_model(said: Sequence[Proposal]) -> None:
-    for rank, one in enumerate(said):
-        if _tensors(one.spec) != _tensors(said[0].spec):
-            _refuse(rank, "another model", differences(one.spec, said[0].spec))
+def _same_model(proposals: Sequence[Proposal]) -> None:
+    for rank, one in enumerate(proposals):
+        if _tensors(one.spec) != _tensors(proposals[0].spec):
+            _refuse(rank, "another model", differences(one.spec, proposals[0].spec))
 
 
 def _refuse(rank: int, what: str, differ: str) -> None:

@@ -129,10 +129,10 @@ def _caller(connection: socket.socket, token: bytes) -> int:
         connection.settimeout(HELLO_S)
         while len(hello) < _HELLO.size and (more := connection.recv(_HELLO.size - len(hello))):
             hello += more
-        said, other = _HELLO.unpack(hello)
+        claimed, other = _HELLO.unpack(hello)
     except (OSError, struct.error):
         return -1
-    return int(other) if hmac.compare_digest(said, token) else -1
+    return int(other) if hmac.compare_digest(claimed, token) else -1
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
@@ -275,7 +275,7 @@ class Transport:
         """Wait for the connection to another rank to end. If it ends too early, `watch` raises as well."""
         await asyncio.wait({self._receivers[rank]})
 
-    async def ask(self, rank: int, what: str, *said: Any, vector: Float32 | None = None) -> Any:
+    async def ask(self, rank: int, what: str, *args: Any, vector: Float32 | None = None) -> Any:
         """Send a request to a rank and return its answer. vector: of at most `SLICE` elements.
 
         Raises:
@@ -283,22 +283,22 @@ class Transport:
             RankGone: the rank is gone.
         """
         if rank == self.rank:
-            return await self._handlers[what](rank, *said, *([] if vector is None else [vector]))
+            return await self._handlers[what](rank, *args, *([] if vector is None else [vector]))
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._asked[number] = rank, answer
         try:
-            await self._write(rank, [number, what, *said], vector)
+            await self._write(rank, [number, what, *args], vector)
             return await answer
         finally:
             self._asked.pop(number, None)
 
-    async def ask_all(self, what: str, *said: Any) -> list[Any]:
+    async def ask_all(self, what: str, *args: Any) -> list[Any]:
         """Send a request to all ranks, this one too; return their answers by rank. Raises what `ask` does."""
-        return await asyncio.gather(*(self.ask(rank, what, *said) for rank in range(self.ranks)))
+        return await asyncio.gather(*(self.ask(rank, what, *args) for rank in range(self.ranks)))
 
-    def tell(self, rank: int, what: str, *said: Any) -> None:
+    def tell(self, rank: int, what: str, *args: Any) -> None:
         """Send a request to a rank without waiting for an answer."""
-        self.start_task(self.ask(rank, what, *said))
+        self.start_task(self.ask(rank, what, *args))
 
     def start_task(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Start a task; if it fails, this rank's learner is broken (`watch` raises)."""
@@ -343,11 +343,11 @@ class Transport:
                 size, nbytes = _SIZES.unpack(await reader.readexactly(_SIZES.size))
                 if size > MAX_HEAD_BYTES or nbytes > 4 * SLICE or nbytes % 4:
                     raise ValueError(f"a head of {size} and a vector of {nbytes} bytes cannot come from a rank")
-                has_vector, number, what, *said = msgpack.unpackb(await reader.readexactly(size))
+                has_vector, number, what, *args = msgpack.unpackb(await reader.readexactly(size))
                 if has_vector:
-                    said.append(pooled(nbytes // 4, np.float32))
-                    as_bytes(said[-1])[:] = await reader.readexactly(nbytes)
-                self._dispatch(rank, number, what, said)
+                    args.append(pooled(nbytes // 4, np.float32))
+                    as_bytes(args[-1])[:] = await reader.readexactly(nbytes)
+                self._dispatch(rank, number, what, args)
         except (OSError, EOFError, ValueError, TypeError) as error:
             gone = self._gone(rank, error)
             self._break(gone)
@@ -357,30 +357,30 @@ class Transport:
                     answer.set_exception(gone)
                     answer.exception()
 
-    def _dispatch(self, rank: int, number: int, what: str | None, said: list[Any]) -> None:
+    def _dispatch(self, rank: int, number: int, what: str | None, args: list[Any]) -> None:
         # Tasks start in the order of their creation, so a rank's requests are begun in the order in which it sent them.
         if what is not None:
             if what not in self._handlers:
                 raise ValueError(f"{what!r:.40} is not a known request")
-            self.start_task(self._answer(rank, number, what, said))
+            self.start_task(self._answer(rank, number, what, args))
         elif number in self._asked and not (answer := self._asked[number][1]).done():
-            kind, found = said
+            kind, result = args
             if kind is None:
-                answer.set_result(found)
+                answer.set_result(result)
             elif kind in KINDS:
-                answer.set_exception(KINDS[kind](found))
+                answer.set_exception(KINDS[kind](result))
             else:
                 raise ValueError(f"{kind!r:.40} is not a known kind of error")
 
-    async def _answer(self, rank: int, number: int, what: str, said: list[Any]) -> None:
-        kind = found = None
+    async def _answer(self, rank: int, number: int, what: str, args: list[Any]) -> None:
+        kind = result = None
         try:
-            found = await self._handlers[what](rank, *said)
+            result = await self._handlers[what](rank, *args)
         except RankGone:
             raise
         except DilocoError as error:
             if not isinstance(error, BusError):  # an outage is logged by the rank that retries
                 structlog.get_logger().error("rank_failed", rank=self.rank, doing=what, error=str(error))
             kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), UsageError.__name__)
-            found = str(error)
-        await self._write(rank, [number, None, kind, found])
+            result = str(error)
+        await self._write(rank, [number, None, kind, result])
