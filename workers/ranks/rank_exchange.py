@@ -257,6 +257,8 @@ class RankExchange:
             carriers.append(RanksCarrier(transport, member, in_flight))
             return carriers[0]
 
+        # Not before all ranks are at work: one that does not reach Redis yet would not read what it is sent.
+        await asyncio.gather(*(transport.ask(rank, "steps") for rank in range(1, transport.ranks)))
         try:
             exchange = await joining.join_with(training.spec, training.layout, make_carrier)
             shared, carriers[0].joining = exchange.shared, False
