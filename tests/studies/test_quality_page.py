@@ -104,8 +104,6 @@ def best(run: str, *rates: str) -> str:
 FIGURE = re.compile(r"(?<![\w.])[-+]?\d+\.\d+(?![\d.]*[Me])|\d+(?= [%s]\b| %)")
 HISTORY = "Post-training"
 """A section whose runs only an earlier commit can make."""
-GONE = "globals in int8"
-"""Runs of a format that commit a252ab22 is the last to have; their lines say the settings that they had there."""
 WITHOUT_DATA = {
     # its run is older than the results that were kept
     "From scratch: the defaults": [["1.416", "+2.2"]],
@@ -744,11 +742,7 @@ def test_each_line_is_a_run_that_its_experiment_asks_for():
     wrong = {
         name: one.settings
         for name, one in SUMMARIES.items()
-        if (
-            name in asked
-            if re.fullmatch("commit [0-9a-f]{8}", one.settings) or name.run.endswith(GONE)
-            else asked.get(name) != one.settings
-        )
+        if (name in asked if re.fullmatch("commit [0-9a-f]{8}", one.settings) else asked.get(name) != one.settings)
     }
     assert wrong == {}
 
