@@ -1,4 +1,4 @@
-"""What a user gets by default still learns as the first table of docs/results/quality.md says."""
+"""What a user gets by default still learns as docs/results/quality.md says."""
 
 from pathlib import Path
 from statistics import median

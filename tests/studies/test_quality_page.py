@@ -601,11 +601,52 @@ def field_tokens() -> Iterator[list[float]]:
         yield against(f"field-tokens/{label}", base)
 
 
+def summary() -> Iterator[list[float]]:
+    """The table that opens the page: how the defaults differ from what the sections below compare them with."""
+
+    def apart(run: str, base: str, *rates: str) -> float:
+        """Percent from the base at the best of its rates; a run of one seed from the base's seed 0."""
+        base = best(base, *rates) if rates else base
+        return change(run, base) if len(values(run)) > 1 else changes(run, base)[0]
+
+    cells: dict[str, tuple[str, ...]] = {
+        "paper-cell/decoupled": ("0.004", "0.008"),
+        "paper-cell-2m/decoupled": ("0.004", "0.008"),
+        "sizes-10m/decoupled, lr=0.004": ("0.004", "0.008"),
+        "sizes-30m/decoupled, lr=0.002": ("0.002", "0.004"),
+    }
+    for label in ("data-parallel", "data-parallel, the same outer step"):
+        yield [apart(run, f"{run.split('/')[0]}/{label}", *rates) for run, rates in cells.items()]
+    for inner, learners in (("Muon", (4, 8, 16)), ("AdamW", (1, 4, 8, 16))):
+        yield [apart(f"field/decoupled, M = {m}", f"field/data-parallel, {inner}, M = {m}") for m in learners]
+    lengths = []
+    for base in ("data-parallel, Muon", "data-parallel, AdamW"):
+        rate = "0.024" if "Muon" in base else "0.008"
+        lengths.append(changes("field/decoupled, M = 4", f"field/{base}, M = 4")[0])
+        lengths.append(apart("field-long/decoupled, M = 4, lr=0.008", f"field-long/{base}, M = 4, lr={rate}"))
+    yield lengths
+    same = "data-parallel, the same outer step"
+    yield [
+        apart("defaults/decoupled", f"defaults/{same}", "0.008", "0.016"),
+        apart("defaults-deep/decoupled", f"defaults-deep/{same}", "0.004", "0.008"),
+    ]
+    struck, elastic = "failures/decoupled, failures", "failures/elastic data-parallel, failures"
+    yield [percent(median(between(struck, 215)), median(between(elastic, 215))), apart(struck, elastic)]
+    yield [apart("speeds/K = 1 with grace", "speeds/K = M")]
+    yield [mean(changes(f"bits-short/{one}", "bits-short/fp32")) for one in ("bf16, globals in bf16", "int4")]
+    tuned = ("post-training/decoupled, then decoupled", "post-training/data-parallel, then data-parallel")
+    yield [apart(*tuned), apart(*(f"{one}, 16 examples a step" for one in tuned))]
+    fast = (f"digits/{label}, other rates, lr=0.004" for label in ("decoupled", same, "data-parallel"))
+    yield [*(median(values(one)) for one in fast), apart("experts/decoupled", f"experts/{same}, other rates, lr=0.008")]
+    yield [apart("paper-cell/the paper's", "paper-cell/data-parallel", "0.004", "0.008")]
+
+
 PUBLISHED = {"MuLoCo": [3.1, 1.7, 3.1], "DiLoCo": [5.3, 3.3, 3.1, 3.9, 1.1, 2.4]}
 """Percent, as papers have it, and billions of parameters."""
 
 TABLES = {
-    "In the field's frame": field,
+    "Quality": summary,
+    "Six methods, 1 to 16 learners": field,
     "Four times as long": field_long,
     "In tokens": field_tokens,
     "From scratch: the defaults": defaults,
