@@ -18,7 +18,7 @@ from diloco.pipeline.messages.wire import MAX_LEARNERS
 # The head records the bases of two merges, and has room for `MAX_LEARNERS` of them.
 MAX_MEMBERS = MAX_LEARNERS // 2
 # Deltas of one learner that can wait for the next window: on two bases, before and after a restart of the learner.
-LATE_A_LEARNER = 4
+HELD_A_LEARNER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class Held:
     """The offer is held for the next window (M_t is fixed, or its learner is a member already).
 
     It may have replaced an older attempt there.
@@ -123,7 +123,7 @@ class Admission:
 
 
 class NextWindow:
-    """Valid offers for the next window, in order: the newest attempt of each training, `LATE_A_LEARNER` per learner."""
+    """Valid offers for the next window, in order: the newest attempt of each training, `HELD_A_LEARNER` per learner."""
 
     def __init__(self) -> None:
         self._offers: list[Offer] = []
@@ -137,7 +137,7 @@ class NextWindow:
         """Return whether this delta is held already."""
         return any(same_delta(header, offer.header) for offer in self._offers)
 
-    def hold(self, offer: Offer) -> Late | Refused:
+    def hold(self, offer: Offer) -> Held | Refused:
         """Hold an offer if there is room for it; it replaces an earlier attempt at the same training."""
         header = offer.header
         theirs = [(at, other) for at, other in enumerate(self._offers) if other.header.learner == header.learner]
@@ -146,11 +146,11 @@ class NextWindow:
                 if header.attempt < other.header.attempt:
                     return outdone(header, other.header)
                 self._offers[at] = offer
-                return Late(replaced=other)
-        if len(theirs) >= LATE_A_LEARNER or len(self._offers) >= MAX_MEMBERS:
+                return Held(replaced=other)
+        if len(theirs) >= HELD_A_LEARNER or len(self._offers) >= MAX_MEMBERS:
             return Refused(RefusalReason.FLOOD, "too many deltas wait for the next window", max(0, header.tokens))
         self._offers.append(offer)
-        return Late()
+        return Held()
 
     def put_first(self, offers: Sequence[Offer]) -> None:
         """Put members that leave their window before all held offers."""

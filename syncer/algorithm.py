@@ -2,17 +2,17 @@
 
 One sync of a fragment, whose global values are Theta and whose outer momentum is b:
 
-    wait until K learners have reported, then `grace` longer; M_t is the set of learners that have reported by then
+    wait until K learners have reported, then up to `grace` longer; M_t is the set that has reported by then
     Delta_m = Theta - theta_m, for each m of M_t: its pseudogradient, with c_steps and c_tokens since its base;
-        if m measured it from the version before: Delta_m = rebased(Delta_m, Theta, that version's Theta)
+        if m measured it from the version before, and that one's Theta is known: rebased(Delta_m, Theta, that Theta)
     w = merge_weights(c), which sum to 1
     Delta_m = f_m Delta_m, f = clip_factors(||Delta_m||), if the run clips
     Delta = pseudogradient(Delta_m, w), each tensor by its rule in `MERGE_RULES`
     Theta, b = outer_step(Theta, b, Delta), each tensor by its optimizer in `OUTER`; average-only ones by `averaged`
     publish Theta to all learners: each overwrites its theta_m with it when it is ready
 
-The syncer uses the merge weights, clip factors and grace of this module directly. `merge` and `outer` implement the
-other formulas in float32, in blocks that stay in the CPU cache; tests compare them with these. The oracle of the
+The syncer uses clip factors, grace and the recorded merge weights of this module directly. `merge` and `outer`
+implement the other formulas in float32, in blocks that stay in the CPU cache; tests compare them with these. The oracle of the
 simulated world checks each commit against these.
 """
 
@@ -54,7 +54,8 @@ WEIGHTS: dict[WeightsName, Callable[[int, float], float]] = {"tokens": token_wei
 # Tokens per step count up to this multiple of the median: a node of eight GPUs trains eight times as much as one GPU.
 MOST_RATE = 8
 # Steps count up to this multiple of the largest count of the others, or of the interval if that is larger. A learner
-# that trained far longer than the others (alone in a night without a quorum, say) has nearly all the weight even so.
+# that trained far longer than the others (for instance through a long time without a quorum) still has nearly all the
+# weight.
 MOST_STEPS = 2
 
 
@@ -72,7 +73,8 @@ def counted(counters: Sequence[tuple[int, int]], interval: int) -> list[tuple[in
     second, most = sorted((0, *(steps for steps, _ in counters)))[-2:]
     found: list[tuple[int, float]] = []
     for steps, tokens in counters:
-        kept = min(steps, MOST_STEPS * max(interval, second if steps == most else most))
+        most_of_others = second if steps == most else most
+        kept = min(steps, MOST_STEPS * max(interval, most_of_others))
         found.append((kept, min(tokens if kept == steps else tokens / steps * kept, MOST_RATE * usual * kept)))
     return found
 
@@ -178,11 +180,11 @@ def nesterov(theta: Float, b: Float, delta: Float, lr: float, mu: float) -> tupl
 
 
 def halley_values(values: Float64) -> Float64:
-    """Return the singular values (n,) after one Halley iteration, from those of a matrix of any length.
+    """Return the singular values (n,) after one Halley iteration, from those of any matrix.
 
-    They are first divided by the square root of the Frobenius length of the Gram matrix, so that their fourth powers
+    They are first divided by the square root of the Frobenius norm of the Gram matrix, so that their fourth powers
     add up to 1. Then none is above 1, and the largest is nearer to 1 than it would be if they were divided by the
-    Frobenius length of the matrix itself. The more singular values there are, the greater the difference.
+    Frobenius norm of the matrix itself. The more singular values there are, the greater the difference.
     """
     a, b, c = HALLEY
     given = np.sqrt(phi(values**2))
@@ -191,9 +193,9 @@ def halley_values(values: Float64) -> Float64:
 
 
 def orthogonalised(matrix: Float64) -> Float64:
-    """Return a matrix of the same singular vectors and length, whose singular values are as `halley_values` has them.
+    """Return a matrix of the same singular vectors and norm, whose singular values are as `halley_values` has them.
 
-    They are multiplied by one factor, which gives the Frobenius length of the given matrix.
+    They are multiplied by one factor, which restores the Frobenius norm of the given matrix.
     """
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     same: Float64 = (left * phi(halley_values(values))) @ right * np.linalg.norm(values)
@@ -213,8 +215,8 @@ OUTER = {"nesterov": nesterov, "halley": halley}
 def averaged(theta: Float64, delta: Float64, rule: MergeRule) -> Float64:
     """Return Theta - Delta of an average-only tensor, the mean of the learners' values (not in the paper).
 
-    A mean of variances cannot be negative. Rounding, or a stale delta that was not rebased, may make it so; such an
-    element becomes 0.
+    A mean of variances cannot be negative. Rounding, or a stale delta that could not be rebased, may make it so; such
+    an element becomes 0.
     """
     mean_of_values: Float64 = theta - delta
     return np.maximum(mean_of_values, 0.0) if rule == "variance" else mean_of_values
@@ -244,8 +246,8 @@ def outer_step(
 
 # --- the grace window ---------------------------------------------------------------------------------------
 
-# Now and then a step takes longer than the average by this share. A learner that missed a merge for it would lose the
-# work of an interval.
+# Steps vary: some take longer than the average by about this share. A learner that missed a merge because of one slow
+# step would lose the work of a whole interval.
 STEPS_VARY = 0.25
 
 
@@ -257,7 +259,7 @@ def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamm
     published by then.
 
     Args:
-        step_time: duration of a learner's inner step, s.
+        step_time: duration of an inner step of the slowest expected learner, s.
         quorum_time: from the window's opening to the K-th header, s.
         sync_time: uploads, merge, outer step, commit and the learners' pulls, s.
         tau: inner steps that a sync may hide behind.

@@ -156,7 +156,7 @@ class RunWatch:
         stopped: list[tuple[Offer, Refused]] = []
         again, quiet_s = [], max(LEAST_UPLOAD_S, self.liveness_s)
         needed = window.state is State.UPLOADING
-        for offer in window.awaited():
+        for offer in window.not_uploaded():
             learner = offer.header.learner
             gone = needed and not self.is_here(learner, offer.header.incarnation)
             if not (gone or learner in suspected):

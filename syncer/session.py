@@ -19,7 +19,7 @@ from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.waiting import TICK_S, pause
-from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Late, Offer, Refused, Suspects
+from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Held, Offer, Refused, Suspects
 from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.downloads import Arrivals, Downloads, UploadEstimator
@@ -156,7 +156,7 @@ class Session:
                 if replaced is not None:
                     await self._refuse_replaced(replaced, offer)
                 self._download()
-            case Late(replaced):
+            case Held(replaced):
                 self._log.debug("delta_held", learner=offer.header.learner)
                 if replaced is not None:
                     await self._refuse_replaced(replaced, offer)
@@ -168,7 +168,7 @@ class Session:
 
     def _download(self) -> None:
         """Start the downloads that the window awaits and that are not in flight yet."""
-        self._downloads.start(self.window.awaited())
+        self._downloads.start(self.window.not_uploaded())
 
     def _downloaded(self) -> None:
         """Tell the window of the downloads that have ended, sound or not."""
@@ -193,7 +193,7 @@ class Session:
 
         An upload that is whole on the bus has not stopped: only its download is slow.
         """
-        suspected, arriving = self.suspected(), self._downloads.arriving(self.window.awaited())
+        suspected, arriving = self.suspected(), self._downloads.arriving(self.window.not_uploaded())
         stopped, look_again = self._context.watch.given_up(
             self.window, self._downloads.heard_at, self._clock.now(), suspected, arriving
         )
@@ -214,7 +214,7 @@ class Session:
         grace = state.grace.grace_s(*times, sync.grace_gamma, 2 * watch.latency_s, longer)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
-        arriving = self._downloads.arriving(self.window.awaited())
+        arriving = self._downloads.arriving(self.window.not_uploaded())
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, self.suspected(), arriving)
 
     def _slowest_s(self) -> float | None:
@@ -329,7 +329,7 @@ class Session:
             state.round_trips.observe(record.grace_s + sync_s + self._pull_s())
         state.not_finite_times = 0
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
-        late, self.window = self.window.late.offers, self._new_window()
+        late, self.window = self.window.held.offers, self._new_window()
         for offer in late:
             await self._offered(Offered(offer.entry_id, offer.header))
 

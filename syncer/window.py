@@ -7,31 +7,40 @@ counts *headers*, as the paper counts reports, so that the time of an upload is 
 M_t is fixed, the window waits only for the uploads of that set. `admission` decides which headers can be merged into a
 head at all.
 
+Of an offer, which is a header:
+
+- *member*: its delta is in this window; *held*: it is kept for the next one;
+- *uploaded*: the payload has arrived; *arriving*: it has not, but makes progress; *overdue*: the upload deadline has
+  passed and it makes none, so it is refused;
+- *in vain*: the window waited for it until the deadline, which counts towards suspecting its learner.
+
+Of a learner: *expected*, if it trains on the current base; *silent*, if it was expected and sent no header in time.
+
 | state | event | guard | next | result |
 |---|---|---|---|---|
 | IDLE or COLLECTING or GRACE | offer | another learner | unchanged | Accepted |
 | IDLE | offer | stale by one | IDLE | Accepted |
-| IDLE | offer | its learner left a delta here and came back | IDLE | Late |
-| UPLOADING or MERGING | offer | another learner | unchanged | Late |
+| IDLE | offer | a new incarnation of a member | IDLE | Held |
+| UPLOADING or MERGING | offer | another learner | unchanged | Held |
 | UPLOADING | offer | a later attempt of a member that has not uploaded | UPLOADING | Accepted |
 | COLLECTING or GRACE | offer | a later attempt of a member that has uploaded | unchanged | Accepted |
-| UPLOADING or MERGING | offer | a later attempt of a member that has uploaded | unchanged | Late |
+| UPLOADING or MERGING | offer | a later attempt of a member that has uploaded | unchanged | Held |
 | COLLECTING or GRACE | offer | a member's on a later base | unchanged | Accepted |
-| UPLOADING or MERGING | offer | a member's on a later base | unchanged | Late |
+| UPLOADING or MERGING | offer | a member's on a later base | unchanged | Held |
 | COLLECTING or GRACE or UPLOADING or MERGING | offer | seen | unchanged | Refused |
 | any | offer | unknown base, wrong layout, not positive | unchanged | Refused |
 | IDLE | decide | nothing due | IDLE | Wait(no deadline) |
-| IDLE | decide | one is due, also of a learner that came back | COLLECTING | Wait(no deadline) |
+| IDLE | decide | one is due, also of a new incarnation | COLLECTING | Wait(no deadline) |
 | IDLE | decide | a suspected learner's is due, and not uploaded | IDLE | Wait(no deadline) |
 | IDLE | decide | a suspected learner's is due and uploaded | COLLECTING | Wait(no deadline) |
-| IDLE | decide | a suspected learner's is due, what it left here is uploaded | COLLECTING | Wait(no deadline) |
-| IDLE | decide | what a suspected learner left here is refused, its next is due | IDLE | Wait(no deadline) |
+| IDLE | decide | a suspected learner's is due, its earlier incarnation's is uploaded | COLLECTING | Wait(no deadline) |
+| IDLE | decide | a suspected learner's earlier incarnation's is refused, its next is due | IDLE | Wait(no deadline) |
 | IDLE | decide | draining, K members, none due | UPLOADING | Wait(upload deadline) |
 | COLLECTING | decide | fewer than K in | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | K in, one of them suspected | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | fewer than K in, and one was refused | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | fewer than K in, and a suspected one was refused | COLLECTING | Wait(no deadline) |
-| COLLECTING | decide | the same, and another delta of its learner waits | COLLECTING, attempt + 1 | Reopened |
+| COLLECTING | decide | fewer than K in, a suspected one refused, its next held | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | K in, others expected, grace > 0 | GRACE | Wait(grace deadline) |
 | GRACE | decide | others expected, the grace goes on | GRACE | Wait(grace deadline) |
 | COLLECTING or GRACE | decide | K in, and all expected | UPLOADING | Wait(upload deadline) |
@@ -42,7 +51,7 @@ head at all.
 | UPLOADING | decide | the deadline, at least K uploaded, what is missing comes | MERGING | Merge(one in vain) |
 | UPLOADING | decide | the deadline, fewer than K uploaded | COLLECTING, attempt + 1 | Reopened |
 | UPLOADING | decide | the deadline, fewer than K uploaded, what is missing comes | UPLOADING | Wait(another deadline) |
-| UPLOADING | decide | the same, and another learner waits | COLLECTING, attempt + 1 | Reopened(one in vain) |
+| UPLOADING | decide | the deadline, what is missing comes, another learner is held | COLLECTING, attempt + 1 | Reopened(one in vain) |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
 | MERGING | decide | whatever has changed | MERGING | Merge |
 | MERGING | not_merged | the outcome is not finite | COLLECTING | nothing |
@@ -51,19 +60,22 @@ head at all.
 merged, is fixed on entering UPLOADING. While a run drains, any member opens the window, because no delta will be due
 any more.
 
-When the upload deadline passes, these missing uploads are not refused, but held for the next window if this one is
-merged: a later attempt that replaced a member's delta after M_t was fixed and has not had the whole upload time, an
-upload that still makes progress, and any upload of a suspected learner, for which the window did not wait. For the
-learners of the first two the window waited in vain all the same, which counts towards suspecting them. If fewer than K
-members have uploaded, and all missing uploads make progress, the deadline is extended, unless the delta of another
-learner waits for the next window.
+At the upload deadline, a missing upload is refused, with three exceptions. These are held for the next window if this
+one is merged:
+
+- a later attempt that replaced a member's delta after M_t was fixed, and has not had the whole upload time (in vain);
+- an upload that still makes progress (in vain);
+- any upload of a suspected learner, for which the window did not wait.
+
+If fewer than K members have uploaded, and all missing uploads make progress, the deadline is extended, unless another
+learner's delta is held.
 
 After a refusal the window is reopened, so that the learner whose delta was refused publishes again at its next step. It
 is not reopened for a suspected learner, whose deltas might be refused at every step. Such a learner renews its delta as
 it trains on (`workers.rounds`), and takes part with that. `tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; there is no
-merge below the quorum; a delta that was merged is never a member again. `decide` called twice with the same arguments
+merge below the quorum; a delta that was merged is never a member again (`Admission.refusal`). `decide` called twice with the same arguments
 gives the same answer, except for `Reopened`, which is returned once.
 """
 
@@ -81,7 +93,7 @@ from diloco.syncer.admission import (
     Accepted,
     Admission,
     DeltaFormat,
-    Late,
+    Held,
     NextWindow,
     Offer,
     Refused,
@@ -191,7 +203,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Collecting:
-    """Fewer than K learners are members."""
+    """The quorum is not met."""
 
     state: ClassVar[State] = State.COLLECTING
     opened_at: float
@@ -199,13 +211,13 @@ class Collecting:
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """K learners are members; others may follow until the deadline."""
+    """The quorum is met; others may follow until the deadline."""
 
     state: ClassVar[State] = State.GRACE
     opened_at: float
     quorum_at: float
     deadline: float
-    awaited: frozenset[str]
+    without_header: frozenset[str]
     """Expected learners that were missing when the grace began."""
 
 
@@ -237,7 +249,7 @@ Phase = Idle | Collecting | Grace | Uploading | Merging
 class _Member:
     offer: Offer
     since: float
-    uploaded: int | None = None
+    arrival: int | None = None
     """How many payloads of the window were complete before this one; None while it is not complete."""
 
 
@@ -250,7 +262,7 @@ class Window:
         self.version = head.version
         self.attempt = head.window.attempt
         self.phase: Phase = Idle() if head.window.state == "idle" else Collecting(now)
-        self.late = NextWindow()
+        self.held = NextWindow()
         self._members: dict[str, _Member] = {}
         self._uploads_seen = 0
         self._refused: set[str] = set()
@@ -270,39 +282,39 @@ class Window:
         """Return the members' offers, in the order of `members`."""
         return tuple(m.offer for m in self._members.values())
 
-    def awaited(self) -> tuple[Offer, ...]:
+    def not_uploaded(self) -> tuple[Offer, ...]:
         """Return the members' offers whose payload is not known to have arrived."""
-        return tuple(m.offer for m in self._members.values() if m.uploaded is None)
+        return tuple(m.offer for m in self._members.values() if m.arrival is None)
 
     def complete(self) -> tuple[Offer, ...]:
         """Return the members' offers whose payload has arrived, in the order of its arrival, which the merge keeps."""
-        here = [(m.uploaded, m.offer) for m in self._members.values() if m.uploaded is not None]
+        here = [(m.arrival, m.offer) for m in self._members.values() if m.arrival is not None]
         return tuple(offer for _, offer in sorted(here, key=lambda one: one[0]))
 
     def pending(self) -> tuple[Offer, ...]:
         """Return all offers that this window holds, members first."""
-        return (*self.member_offers(), *self.late.offers)
+        return (*self.member_offers(), *self.held.offers)
 
     # --- events ------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offer, now: float) -> Accepted | Late | Refused:
+    def offer(self, offer: Offer, now: float) -> Accepted | Held | Refused:
         """Take a header that arrived: as a member's, for the next window, or not at all."""
         header = offer.header
         if (refusal := self._admission.refusal(header)) is not None:
             return refusal
-        if self.late.has(header):
+        if self.held.has(header):
             return DUPLICATE
         fixed = isinstance(self.phase, Uploading | Merging)
         member = self._members.get(header.learner)
         if member is not None:
             return self._offer_again(member, offer, now, fixed)
         if fixed:
-            return self.late.hold(offer)
+            return self.held.hold(offer)
         if len(self._members) >= MAX_MEMBERS:
             return Refused(RefusalReason.FLOOD, f"{MAX_MEMBERS} learners are in the window", max(0, header.tokens))
         return self._accept(offer, now, None)
 
-    def _offer_again(self, member: _Member, offer: Offer, now: float, fixed: bool) -> Accepted | Late | Refused:
+    def _offer_again(self, member: _Member, offer: Offer, now: float, fixed: bool) -> Accepted | Held | Refused:
         """Take another offer of a member: in the place of its present one, for the next window, or not at all."""
         header, before = offer.header, member.offer.header
         if same_delta(header, before):
@@ -313,28 +325,28 @@ class Window:
         # A later attempt holds more training, so it replaces the earlier one. It does so even in a fixed set while the
         # earlier payload is awaited, because a learner never uploads an attempt that it has replaced. A complete member
         # of a fixed set stays: if each later attempt replaced it, it might never be merged. The later attempt is held.
-        complete = fixed and member.uploaded is not None
+        complete = fixed and member.arrival is not None
         in_its_place = again and not complete and not isinstance(self.phase, Merging)
         if in_its_place or (not fixed and header.base_version > before.base_version):
             return self._accept(offer, now, member.offer)
-        return self.late.hold(offer)
+        return self.held.hold(offer)
 
     def uploaded(self, offer: Offer) -> None:
         """Note that a member's payload has arrived, complete and sound."""
         member = self._members.get(offer.header.learner)
-        if member is not None and member.offer.entry_id == offer.entry_id and member.uploaded is None:
-            member.uploaded, self._uploads_seen = self._uploads_seen, self._uploads_seen + 1
+        if member is not None and member.offer.entry_id == offer.entry_id and member.arrival is None:
+            member.arrival, self._uploads_seen = self._uploads_seen, self._uploads_seen + 1
 
     def refused(self, offer: Offer) -> None:
         """Take a delta out of the window, or out of those held for the next, since its payload was refused or vanished.
 
-        While the window is idle, a held delta of the same learner takes its place, and is `awaited` from then on.
+        While the window is idle, a held delta of the same learner takes its place, and is `not_uploaded` from then on.
         """
         member = self._members.get(offer.header.learner)
         if member is not None and member.offer.entry_id == offer.entry_id:
             del self._members[offer.header.learner]
             self._refused.add(offer.header.learner)
-        self.late.remove(offer.entry_id)
+        self.held.remove(offer.entry_id)
         if self.state is State.IDLE:
             self._let_in()
 
@@ -380,7 +392,7 @@ class Window:
                     return Reopened((), f"{left} left", phase.opened_at)
                 if missing and now < phase.deadline:
                     return Wait(phase.deadline, f"grace: {count} in, waiting for {', '.join(sorted(missing))}")
-                silent = phase.awaited & missing
+                silent = phase.without_header & missing
                 return Uploading(phase.opened_at, phase.quorum_at, now, now + given.upload_s, silent)
             case Uploading():
                 if count < given.quorum:
@@ -393,24 +405,24 @@ class Window:
         A suspected learner's delta counts only if no upload of that learner is awaited. Otherwise a learner that sends
         nothing sound could make all others merge after each of their steps.
         """
-        comes = suspected & {offer.header.learner for offer in self.awaited()}
+        comes = suspected & {offer.header.learner for offer in self.not_uploaded()}
         here = [offer.header for offer in self.pending() if offer.header.learner not in comes]
         return any(header.due and header.base_version == self.version for header in here)
 
     def _count(self, given: Conditions) -> int:
         """Return how many headers count for the quorum."""
-        return sum(m.uploaded is not None or learner not in given.suspected for learner, m in self._members.items())
+        return sum(m.arrival is not None or learner not in given.suspected for learner, m in self._members.items())
 
     def _others_wait(self) -> bool:
         """Return whether a learner that is not a member has a delta for the next window."""
-        return any(offer.header.learner not in self._members for offer in self.late.offers)
+        return any(offer.header.learner not in self._members for offer in self.held.offers)
 
     def _next_of_uploads(
         self, phase: Uploading, now: float, given: Conditions, missing: frozenset[str]
     ) -> Uploading | Merging | Wait | Reopened:
         done = self.complete()
         waiting = {
-            learner: m for learner, m in self._members.items() if m.uploaded is None and learner not in given.suspected
+            learner: m for learner, m in self._members.items() if m.arrival is None and learner not in given.suspected
         }
         if waiting and now < phase.deadline:
             reason = f"{len(done)} of {len(self._members)} uploaded, waiting for {', '.join(waiting)}"
@@ -436,10 +448,10 @@ class Window:
 
     def _put_off(self, overdue: tuple[Offer, ...]) -> None:
         """Move the awaited members that are not overdue to the front of the next window."""
-        later = [offer for offer in self.awaited() if offer not in overdue]
+        later = [offer for offer in self.not_uploaded() if offer not in overdue]
         for offer in later:
             del self._members[offer.header.learner]
-        self.late.put_first(later)
+        self.held.put_first(later)
 
     def _reopen(self, reopened: Reopened, now: float) -> None:
         """Begin the next attempt with the members that are left and the deltas that were late."""
@@ -452,9 +464,9 @@ class Window:
 
     def _let_in(self, now: float = -math.inf) -> None:
         """Make members of the deltas held for the next window, one of each learner."""
-        for offer in self.late.pop_all():
+        for offer in self.held.pop_all():
             if offer.header.learner in self._members:
-                self.late.put_last(offer)
+                self.held.put_last(offer)
             else:
                 self._members[offer.header.learner] = _Member(offer, now)
 

@@ -52,7 +52,7 @@ class JoinedLearner:
     def __init__(self, training: Training, exchange: Exchange[Snapshot], thread: ExchangeThread[object]) -> None:
         """exchange: runs in `thread`; it is only called through `thread`. Both threads use `exchange.shared`."""
         self.training, self.thread, self.shared, self.exchange = training, thread, exchange.shared, exchange
-        self.late = self.over  # the run was over when it joined, so its training counts for nothing
+        self.late = self.over  # True if the run was over already when it joined; then its training counts for nothing
 
     @property
     def over(self) -> bool:
@@ -80,15 +80,17 @@ class JoinedLearner:
         if shared.offer_again:
             shared.offer_again = False
             rounds.offer_again()
-        due = rounds.publications(shared.windows, shared.uploaded, shared.released)
-        self.hand_over(() if healed else due, adopted)  # a healed model equals its bases: there is no delta yet
+        publications = rounds.publications(shared.windows, shared.uploaded, shared.released)
+        # A healed model equals its bases, so there is no delta yet. The iterator is lazy: what is not taken from it
+        # does not count as published.
+        self.hand_over(() if healed else publications, adopted)
         return tokens
 
     def _heal(self) -> None:
         """Reset the parameters to their bases, and the moments to fresh ones if they can be dropped safely.
 
-        The counters are kept: an attempt contains all that was trained on its base, and so will the next one, which can
-        be merged.
+        The counters are kept, since the tokens published on one base may only grow (the ledger counts the largest). So
+        the next delta of each base is weighted by what was thrown away too.
         """
         for base in self.training.rounds.bases:
             self.training.parameters.overwrite(base.fragment, base.values)

@@ -8,7 +8,7 @@ import pytest
 from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS
-from diloco.syncer.admission import Accepted, Admission, DeltaFormat, Late, NextWindow, Offer, Refused
+from diloco.syncer.admission import Accepted, Admission, DeltaFormat, Held, NextWindow, Offer, Refused
 from diloco.syncer.window import Window
 from tests import samples
 
@@ -63,7 +63,7 @@ def test_a_head_refuses_what_can_not_be_merged_into_it(
 def test_of_an_earlier_attempt_what_it_has_beyond_the_later_one_is_lost(tokens: int, lost: int) -> None:
     """It is refused, in a window and for the next one; the tape tells the tokens."""
     window, later = Window(samples.head(), FORMAT, 0.0), NextWindow()
-    for attempt, given, expected in ((1, 400, (Accepted(), Late())), (0, tokens, None)):
+    for attempt, given, expected in ((1, 400, (Accepted(), Held())), (0, tokens, None)):
         offer = Offer(f"{attempt}-0", samples.header(attempt=attempt, tokens=given))
         answers = window.offer(offer, 0.0), later.hold(offer)
         detail = "another delta on this base is in the window"
@@ -76,7 +76,7 @@ def test_a_window_and_the_next_take_so_many_learners_as_a_head_has_room_for() ->
     window, later = Window(samples.head(), FORMAT, 0.0), NextWindow()
     for offer in offers[:-1]:
         assert window.offer(offer, 0.0) == Accepted()
-        assert later.hold(offer) == Late()
+        assert later.hold(offer) == Held()
     refused = Refused(RefusalReason.FLOOD, f"{MAX_LEARNERS // 2} learners are in the window", 7)
     assert window.offer(offers[-1], 0.0) == refused
     assert later.hold(offers[-1]) == replace(refused, detail="too many deltas wait for the next window")

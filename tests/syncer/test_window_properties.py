@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.syncer.admission import LATE_A_LEARNER, Accepted, DeltaFormat, Late, Offer, Refused
+from diloco.syncer.admission import HELD_A_LEARNER, Accepted, DeltaFormat, Held, Offer, Refused
 from diloco.syncer.window import SETTLE_S, Collecting, Conditions, Merge, Reopened, State, Uploading, Wait, Window
 from tests import samples
 
@@ -70,7 +70,7 @@ class WindowMachine(RuleBasedStateMachine):
 
     # --- what the owner does with the answers ----------------------------------------------------------
 
-    def send(self, header: DeltaHeader, entry_id: str | None = None) -> Accepted | Late | Refused:
+    def send(self, header: DeltaHeader, entry_id: str | None = None) -> Accepted | Held | Refused:
         """Offer a header and keep the books; the checks of one offer are here."""
         window = self.window
         if entry_id is None:
@@ -91,7 +91,7 @@ class WindowMachine(RuleBasedStateMachine):
             assert header.base_digest == digest(header.base_version)
             assert (header.learner, header.incarnation, header.base_version) not in self.merged, "merged before"
             self.held[entry_id] = offer
-        if isinstance(answer, Late) and answer.replaced is not None:
+        if isinstance(answer, Held) and answer.replaced is not None:
             older = answer.replaced.header
             assert (older.learner, older.incarnation) == (header.learner, header.incarnation)
             assert older.base_version == header.base_version
@@ -121,7 +121,7 @@ class WindowMachine(RuleBasedStateMachine):
     def conditions(self, data: st.DataObject) -> Conditions:
         live = frozenset(data.draw(st.sets(st.sampled_from(LEARNERS)), label="live"))
         quorum = max(1, min(self.quorum, len(live))) if self.draining else self.quorum
-        entries = sorted(offer.entry_id for offer in self.window.awaited())
+        entries = sorted(offer.entry_id for offer in self.window.not_uploaded())
         return Conditions(
             quorum=quorum,
             expected=live,
@@ -150,7 +150,7 @@ class WindowMachine(RuleBasedStateMachine):
             assert window.attempt == attempt + 1
             assert whole <= set(window.members), "a reopened window lost a complete contribution"
             assert not {o.entry_id for o in decision.overdue} & self.uploaded, "a complete contribution was refused"
-            assert {o.header.learner for o in window.late.offers} <= set(window.members), "a late offer was not let in"
+            assert {o.header.learner for o in window.held.offers} <= set(window.members), "a late offer was not let in"
             self.check_overdue(decision.overdue, fixed, deadline)
             assert not {o.entry_id for o in decision.overdue} & given.arriving, "what comes was refused"
             for offer in decision.overdue:
@@ -188,9 +188,9 @@ class WindowMachine(RuleBasedStateMachine):
                 assert decision.until == self.now + grace
         elif before is State.UPLOADING and deadline_of(window) != deadline:
             assert self.now >= (deadline or 0.0), "the upload deadline moved before it was over"
-            assert {o.entry_id for o in window.awaited()} <= given.arriving, "more time for what does not come"
+            assert {o.entry_id for o in window.not_uploaded()} <= given.arriving, "more time for what does not come"
             assert len(self.complete()) < given.quorum, "a merge waits for what is too slow"
-            assert {o.header.learner for o in window.late.offers} <= set(window.members), "somebody else is held up"
+            assert {o.header.learner for o in window.held.offers} <= set(window.members), "somebody else is held up"
 
     def check_overdue(self, overdue: tuple[Offer, ...], fixed: float, deadline: float | None) -> None:
         """Whoever is refused for its time had all of it: since M_t was fixed, or since it took its place later."""
@@ -292,7 +292,7 @@ class WindowMachine(RuleBasedStateMachine):
         """A payload was refused or vanished."""
         members = self.window.pending()[: len(self.window.members)]
         offer = data.draw(st.sampled_from(members))
-        waits = any(late.header.learner == offer.header.learner for late in self.window.late.offers)
+        waits = any(late.header.learner == offer.header.learner for late in self.window.held.offers)
         self.window.refused(offer)
         del self.held[offer.entry_id]
         self.refused.add(offer.header.learner)
@@ -344,7 +344,7 @@ class WindowMachine(RuleBasedStateMachine):
             )
         self.version += 1
         self.record = {who: m for who, m in self.record.items() if m.base_version >= self.version - 1}
-        late, self.merging = self.window.late.offers, None
+        late, self.merging = self.window.held.offers, None
         self.window = self.fresh(0)
         for offer in late:
             self.send(offer.header, offer.entry_id)
@@ -402,10 +402,10 @@ def test_its_due_attempt_opens_the_window_after_one_that_was_not_due() -> None:
     window = Window(samples.head(), FORMAT, 0.0)
     window.offer(Offer("1-0", samples.header("l0", incarnation="a" * 8, due=False)), 0.0)
     early = Offer("2-0", samples.header("l0", incarnation="b" * 8, due=False))
-    assert window.offer(early, 1.0) == Late()
+    assert window.offer(early, 1.0) == Held()
     assert window.state is State.IDLE
     due = Offer("3-0", samples.header("l0", incarnation="b" * 8, attempt=1, serial=1))
-    assert window.offer(due, 2.0) == Late(replaced=early)
+    assert window.offer(due, 2.0) == Held(replaced=early)
     window.decide(2.0, Conditions(quorum=2, expected=frozenset(), live=1, grace_s=0.0, upload_s=30.0))
     assert window.state is State.COLLECTING
 
@@ -427,7 +427,7 @@ def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
     window.uploaded(second)
     decision = window.decide(2.0, ALONE)
     assert decision.contributions == (second,)
-    assert window.offer(third, 3.0) == Late(), "it was lost with an owner that does not end the merge"
+    assert window.offer(third, 3.0) == Held(), "it was lost with an owner that does not end the merge"
 
 
 def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> None:
@@ -489,11 +489,11 @@ def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_wi
     window.decide(0.0, ALONE)
     window.offer(late, 29.9)
     decision = window.decide(30.0, ALONE)
-    assert (decision.contributions, decision.overdue, window.late.offers) == ((whole,), (), (late,))
+    assert (decision.contributions, decision.overdue, window.held.offers) == ((whole,), (), (late,))
     assert decision.in_vain == ("l0",), "it was waited for, whatever it has announced since"
     assert decision.reason == "1 in, without l0"
     window.refused(late)
-    assert window.late.offers == (), "a delta that was refused meanwhile came again"
+    assert window.held.offers == (), "a delta that was refused meanwhile came again"
 
 
 def test_below_the_quorum_what_comes_is_waited_for_though_members_have_renewed_theirs() -> None:
@@ -505,7 +505,7 @@ def test_below_the_quorum_what_comes_is_waited_for_though_members_have_renewed_t
     both = replace(ALONE, quorum=2, arriving=frozenset({slow.entry_id}))
     window.decide(0.0, both)
     window.uploaded(whole)
-    assert window.offer(renewed, 1.0) == Late()
+    assert window.offer(renewed, 1.0) == Held()
     assert window.decide(30.0, both) == Wait(60.0, "1 of 2 uploaded, waiting for l0")
 
 
@@ -516,12 +516,12 @@ def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:
     window.uploaded(window.member_offers()[0])
     window.decide(0.0, ALONE)
     one, two = (Offer(f"{n}-0", samples.header("l1", attempt=n)) for n in (2, 3))
-    assert window.offer(one, 1.0) == Late()
-    assert window.offer(two, 1.0) == Late(replaced=one)
+    assert window.offer(one, 1.0) == Held()
+    assert window.offer(two, 1.0) == Held(replaced=one)
     answers = [window.offer(Offer(f"{n}-0", samples.header("l1", incarnation=f"{n:08x}")), 1.0) for n in range(10, 100)]
     refused = [a.reason for a in answers if isinstance(a, Refused)]
-    assert len(window.late.offers) == LATE_A_LEARNER
-    assert refused == [RefusalReason.FLOOD] * (90 - LATE_A_LEARNER + 1)
+    assert len(window.held.offers) == HELD_A_LEARNER
+    assert refused == [RefusalReason.FLOOD] * (90 - HELD_A_LEARNER + 1)
 
 
 TestWindow = WindowMachine.TestCase

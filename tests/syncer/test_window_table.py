@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from diloco.syncer import window as module
-from diloco.syncer.admission import Accepted, DeltaFormat, Late, Offer, Refused
+from diloco.syncer.admission import Accepted, DeltaFormat, Held, Offer, Refused
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
 from tests import samples
 
@@ -146,14 +146,14 @@ def left_and_came_back(window: Window) -> Any:
 def refused_and_next(window: Window) -> Any:
     left_and_came_back(window)
     without(window, delta("l0", due=False))
-    (awaited,) = window.awaited()
-    assert (awaited.header.incarnation, window.late.offers) == ("f" * 8, ())
+    (awaited,) = window.not_uploaded()
+    assert (awaited.header.incarnation, window.held.offers) == ("f" * 8, ())
     return window.decide(1.0, given(suspected=frozenset({"l0"})))
 
 
 CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("offer", "stale by one"): lambda w: w.offer(delta("l0", base_version=0, base_digest=b"0" * 16), 1.0),
-    ("offer", "its learner left a delta here and came back"): left_and_came_back,
+    ("offer", "a new incarnation of a member"): left_and_came_back,
     ("offer", "another learner"): lambda w: w.offer(L2, 1.0),
     ("offer", "a later attempt of a member that has not uploaded"): lambda w: w.offer(LATER, 1.0),
     ("offer", "a later attempt of a member that has uploaded"): lambda w: uploaded(with_l1(w), L1).offer(LATER, 1.0),
@@ -161,15 +161,15 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("offer", "unknown base, wrong layout, not positive"): refused_each,
     ("offer", "seen"): lambda w: w.offer(L0, 1.0),
     ("decide", "nothing due"): lambda w: (w.offer(delta("l0", due=False), 1.0), w.decide(1.0, given()))[1],
-    ("decide", "one is due, also of a learner that came back"): lambda w: (
+    ("decide", "one is due, also of a new incarnation"): lambda w: (
         left_and_came_back(w),
         w.decide(1.0, given()),
     )[1],
-    ("decide", "a suspected learner's is due, what it left here is uploaded"): lambda w: (
+    ("decide", "a suspected learner's is due, its earlier incarnation's is uploaded"): lambda w: (
         left_and_came_back(w),
         uploaded(w, delta("l0", due=False)).decide(1.0, given(suspected=frozenset({"l0"}))),
     )[1],
-    ("decide", "what a suspected learner left here is refused, its next is due"): refused_and_next,
+    ("decide", "a suspected learner's earlier incarnation's is refused, its next is due"): refused_and_next,
     ("decide", "a suspected learner's is due, and not uploaded"): lambda w: (
         w.offer(L1, 1.0),
         w.decide(1.0, given(suspected=frozenset({"l1"}))),
@@ -189,7 +189,7 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("decide", "fewer than K in, and a suspected one was refused"): lambda w: without(with_l1(w), L1).decide(
         1.0, given(suspected=frozenset({"l1"}))
     ),
-    ("decide", "the same, and another delta of its learner waits"): lambda w: (
+    ("decide", "fewer than K in, a suspected one refused, its next held"): lambda w: (
         with_l1(w).offer(delta("l1", incarnation="f" * 8), 1.0),
         without(w, L1).decide(1.0, given(suspected=frozenset({"l1"}))),
     )[1],
@@ -208,7 +208,7 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("decide", "the deadline, fewer than K uploaded, what is missing comes"): lambda w: uploaded(w, L0).decide(
         UPLOAD_S, given(arriving=frozenset({L1.entry_id}))
     ),
-    ("decide", "the same, and another learner waits"): lambda w: (
+    ("decide", "the deadline, what is missing comes, another learner is held"): lambda w: (
         w.offer(L2, 1.0),
         uploaded(w, L0).decide(UPLOAD_S, given(arriving=frozenset({L1.entry_id}))),
     )[1],
@@ -218,7 +218,7 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
 
 RESULTS: dict[str, Callable[[Any, float], bool]] = {
     "Accepted": lambda answer, _: isinstance(answer, Accepted),
-    "Late": lambda answer, _: isinstance(answer, Late),
+    "Held": lambda answer, _: isinstance(answer, Held),
     "Refused": lambda answer, _: isinstance(answer, Refused),
     "Merge": lambda answer, _: isinstance(answer, Merge),
     "Reopened": lambda answer, _: isinstance(answer, Reopened) and answer.opened_at == 0.0,

@@ -159,6 +159,8 @@ class Publishing(Generic[S]):
         member, p, renews = self._member, publication.base.fragment, publication.renews
         whole = await self._carrier.upload(publication, snapshot, partial(self._is_of_use, publication))
         takes_its_place = renews and not self._is_outdone(publication)
+        # The header is sent even if the payload is not whole, because it came too late or the bus lost it: these tokens
+        # count as published, so the syncer has to refuse them, or the ledger would miss them.
         if takes_its_place:
             try:
                 await member.outages.retry(self._send_header, publication)

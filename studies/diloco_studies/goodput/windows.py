@@ -301,7 +301,7 @@ class Follower:
             self._overdue(decision, now)
             self._reopened += 1
             self.tally.reopened += self._counting
-            for offer in window.awaited():  # late ones are members now, and may be here
+            for offer in window.not_uploaded():  # late ones are members now, and may be here
                 if offer.entry_id in self._here:
                     window.uploaded(offer)
         if isinstance(decision, Wait):
@@ -354,7 +354,7 @@ class Follower:
     def _on_commit(self, now: float, event: _Event) -> None:
         decision, self._merging = self._merging, None
         assert decision is not None  # noqa: S101  # of this kind of event
-        late = self._window.late.offers
+        late = self._window.held.offers
         overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
         headers = [offer.header for offer in decision.contributions]
         if any(header.learner not in self._times.learners for header in headers):

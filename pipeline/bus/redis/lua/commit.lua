@@ -1,5 +1,6 @@
--- Move a fragment's head: exactly once, or not at all.
--- KEYS: lease, head, tape, then those that the fields below name by their places.
+-- Move a fragment's head: exactly once, or not at all. All checks come before the first write, since Redis does not roll
+-- back a script that fails. The functions that are not defined here are in _prelude.lua.
+-- KEYS: lease, head, tape, then those that the fields below name by their index in KEYS.
 -- ARGV: a map of
 --   nonce            of the lease
 --   was              what the head has now: version ('' for no head), digest, payload, rest, momentum
