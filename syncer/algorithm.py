@@ -12,8 +12,8 @@ One sync of a fragment, whose global values are Theta and whose outer momentum i
     publish Theta to all learners: each overwrites its theta_m with it when it is ready
 
 The syncer uses clip factors, grace and the recorded merge weights of this module directly. `merge` and `outer`
-implement the other formulas in float32, in blocks that stay in the CPU cache; tests compare them with these. The oracle of the
-simulated world checks each commit against these.
+implement the other formulas in float32, in blocks that stay in the CPU cache; tests compare them with these. The oracle
+of the simulated world checks each commit against these.
 """
 
 from collections.abc import Callable, Sequence

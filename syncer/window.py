@@ -51,7 +51,7 @@ Of a learner: *expected*, if it trains on the current base; *silent*, if it was 
 | UPLOADING | decide | the deadline, at least K uploaded, what is missing comes | MERGING | Merge(one in vain) |
 | UPLOADING | decide | the deadline, fewer than K uploaded | COLLECTING, attempt + 1 | Reopened |
 | UPLOADING | decide | the deadline, fewer than K uploaded, what is missing comes | UPLOADING | Wait(another deadline) |
-| UPLOADING | decide | the deadline, what is missing comes, another learner is held | COLLECTING, attempt + 1 | Reopened(one in vain) |
+| UPLOADING | decide | the deadline, uploads come, another's held | COLLECTING, attempt + 1 | Reopened(one in vain) |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
 | MERGING | decide | whatever has changed | MERGING | Merge |
 | MERGING | not_merged | the outcome is not finite | COLLECTING | nothing |
@@ -75,8 +75,8 @@ is not reopened for a suspected learner, whose deltas might be refused at every 
 it trains on (`workers.rounds`), and takes part with that. `tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; there is no
-merge below the quorum; a delta that was merged is never a member again (`Admission.refusal`). `decide` called twice with the same arguments
-gives the same answer, except for `Reopened`, which is returned once.
+merge below the quorum; a delta that was merged is never a member again (`Admission.refusal`). `decide` called twice
+with the same arguments gives the same answer, except for `Reopened`, which is returned once.
 """
 
 import math

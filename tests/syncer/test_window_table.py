@@ -208,7 +208,7 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("decide", "the deadline, fewer than K uploaded, what is missing comes"): lambda w: uploaded(w, L0).decide(
         UPLOAD_S, given(arriving=frozenset({L1.entry_id}))
     ),
-    ("decide", "the deadline, what is missing comes, another learner is held"): lambda w: (
+    ("decide", "the deadline, uploads come, another's held"): lambda w: (
         w.offer(L2, 1.0),
         uploaded(w, L0).decide(UPLOAD_S, given(arriving=frozenset({L1.entry_id}))),
     )[1],

@@ -1,4 +1,4 @@
-"""The encode that a learner's ranks sum at each step, so that all do the same thing at the same step. Pure.
+"""The integers that a learner's ranks sum at each step, so that all do the same thing at the same step. Pure.
 
 At each step every rank contributes a few integers to an all-reduce (a sum), which runs beside the training. At the end
 of the next step all ranks have read the same result. Adoptions are decided by rank 0: it puts them into the sum, and
@@ -29,7 +29,7 @@ class Decisions:
     progress: float = 0.0
     """Progress of the run, 0..1."""
     adoptions: Mapping[int, int] = field(default_factory=dict)
-    """Maps a fragment to the number of the pulled global that is adopted; encode start at 1."""
+    """Maps a fragment to the number of the pulled global that is adopted; numbers start at 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StepSum:
 
 
 class Sum(Protocol):
-    """An all-reduce in flight over the encode that the ranks contribute at one step. Any thread may use it."""
+    """An all-reduce in flight over the integers that the ranks contribute at one step. Any thread may use it."""
 
     @property
     def done(self) -> bool:
@@ -61,14 +61,14 @@ class Sum(Protocol):
 
 
 class Collectives(Protocol):
-    """The interface through which a learner's ranks sum encode."""
+    """The interface through which a learner's ranks sum integers."""
 
     @property
     def rank(self) -> int:
         """This rank's number."""
 
-    def start_sum(self, encode: Sequence[int]) -> Sum:
-        """Start a sum with this rank's encode. All ranks start their sums in the same order."""
+    def start_sum(self, numbers: Sequence[int]) -> Sum:
+        """Start a sum with this rank's integers. All ranks start their sums in the same order."""
 
     def broadcast(self, source: int, elements: int, make: Callable[[], Any]) -> Any:
         """Return on all ranks the vector (elements,) that rank `source` makes. All ranks call this together."""
@@ -92,7 +92,7 @@ def encode(
 
 
 def decode(sums: Sequence[int], ranks: int) -> StepSum:
-    """Decode the sum of the encode of all ranks."""
+    """Decode the sum of the integers of all ranks."""
     tokens, stop, over, parts = sums[:_HEAD]
     fragments = (len(sums) - _HEAD) // 2
     snapshots = frozenset(p for p in range(fragments) if sums[_HEAD + p] == ranks)
