@@ -61,20 +61,20 @@ def _frozen(here: Spec, held: Spec) -> list[str]:
     if not held.frozen and None in (held.frozen, here.frozen):
         return []
     if here.frozen is None:
-        return ["  same_frozen: here False, the run has True, as its first learner said"]
+        return ["  same_frozen: here False, the run has True, as set by its first learner"]
     ours, runs = dict(here.frozen), dict(held.frozen or ())
     differing = [name for name in sorted({*ours, *runs}) if ours.get(name) != runs.get(name)]
 
     def how(name: str) -> str:
         if name in ours and name in runs:
-            return "other values, shape or precision than the run's"
+            return "values, shape or precision differ from the run's"
         return "the run has none" if name in ours else "absent here"
 
     return [f"  frozen tensor {name}: {how(name)}" for name in differing]
 
 
 # The `who` of `agree` while a run has no spec: the syncer that waits for the first learner may have set its length.
-WAITING_SYNCER = "a syncer that waits"
+WAITING_SYNCER = "a waiting syncer"
 
 
 def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str = "the run") -> S:

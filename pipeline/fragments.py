@@ -159,13 +159,13 @@ def balance(sizes: Iterable[tuple[str, int]], fragments: int, averaged: Collecti
     """
     ordered, left = _largest_first(sizes), fragments - bool(averaged)
     if not 0 < left <= len(ordered):
-        what = f"{len(ordered)} trained tensors, and each fragment needs one"
+        what = f"{len(ordered)} trained tensors, and each fragment needs at least one"
         if averaged:
-            what = f"{what}, except the last, which has the {len(averaged)} averaged buffers"
+            what = f"{what}, except the last, which holds the {len(averaged)} averaged buffers"
         fitting = len(ordered) + bool(averaged) if left > 0 else 2
         raise UsageError(
-            f"fragments={fragments}, but the model has {what}: "
-            f"say fragments={fitting} (--fragments, DILOCO_FRAGMENTS, or sync=SyncSettings(fragments=...))"
+            f"fragments={fragments}, but the model has {what}: set fragments={fitting} (--fragments, "
+            "DILOCO_FRAGMENTS, or sync=SyncSettings(fragments=...))"
         )
     return dict.fromkeys(averaged, left) | _spread(ordered, left)
 

@@ -46,8 +46,8 @@ METHODS: dict[str, Method] = {
             **{"merge": "rda", "weights": "tokens", "outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9},
             **{"outer_warmup": 0, "first_interval": 0, "stretch": False},
         },
-        "outer rate and momentum (taken: DiLoCo's 0.7 and 0.9), gamma and the averages' decay in the "
-        "grace (ours), the granularity of RDA (a tensor)",
+        "outer rate and momentum (DiLoCo's 0.7 and 0.9 are used), gamma and the decay of the averages in the grace "
+        "(ours are used), the granularity of RDA (one tensor)",
     ),
     "streaming": Method(
         "as Streaming DiLoCo, all learners in each merge, Nesterov 0.4/0.9", {**_TOGETHER, "outer_lr": 0.4}
@@ -56,7 +56,7 @@ METHODS: dict[str, Method] = {
         "as synchronous DiLoCo, the whole model at once, all learners in each merge, Nesterov 0.7/0.9",
         {**_TOGETHER, "outer_lr": 0.7, "fragments": 1, "overlap_steps": 0},
     ),
-    "data-parallel": Method("the baseline that averages gradients at every step"),
+    "data-parallel": Method("baseline: gradients are averaged at every step"),
 }
 
 
@@ -74,7 +74,7 @@ def settings_of(method: str, learners: int | None, tensors: int | None = None) -
     meant = dict(METHODS[method].settings)
     if meant.get("quorum") == ALL:
         if learners is None:
-            raise UsageError(f"method={method} merges all learners: say how many there are with quorum=")
+            raise UsageError(f"method={method} merges all learners: set quorum= to their number")
         meant["quorum"] = learners
     if tensors is not None and "fragments" in meant:
         meant["fragments"] = fragments_of(meant["fragments"], tensors)

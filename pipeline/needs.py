@@ -109,7 +109,7 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     if interval is None:
         interval = INTERVALS[-1]
         warnings.append(
-            f"even at H = {interval} {busier} would take {load(interval):.0%} of the link: it needs "
+            f"even at H = {interval}, {busier} would take {load(interval):.0%} of the link: it needs "
             f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model"
         )
     most = min(interval, int(TENSORS_A_LAYER * shape_of(site)[1]))
@@ -131,9 +131,9 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the preferred codec
     if beyond(trip_s):
         warnings.append(
-            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps that can hide it: "
-            f"the run makes its rounds longer, {in_force(interval, overlap_steps, trip_s / site.step_time)} steps for "
-            f"{interval}, which costs quality"
+            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps that can hide it: the "
+            f"run lengthens its rounds from {interval} to "
+            f"{in_force(interval, overlap_steps, trip_s / site.step_time)} steps, which costs quality"
         )
     # BLAS threads that wait for each other are lost to other fragments, so this is the smallest number that is enough.
     rest_s = hidden_s - (trip_s - step_s / fragments)
@@ -143,33 +143,37 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     trip_s += outer_s - step_s / fragments
     if beyond(trip_s) and outer_s > trip_s / 2:
         warnings.append(
-            f"{outer_s:.1f} s of it are the outer step on {threads} cores (--syncer-cores): more of them help, or "
-            f"{CHEAPER}"
+            f"{outer_s:.1f} s of it is the outer step on {threads} cores (--syncer-cores): use more cores, or {CHEAPER}"
         )
     _, first, first_s = tried[0]
     why = {
-        "sync_interval": f"the shortest at which {busier}, the busier direction, take at most "
-        f"{LINK_SHARE:.0%} of the link: {load(interval):.0%}; the paper has 24, and longer ones cost quality",
-        "fragments": f"the {'most; the' if beyond(trip_s) else 'fewest whose'} round trip ({trip_s:.1f} s) "
-        f"{'outlasts' if beyond(trip_s) else 'hides behind'} {overlap_steps} steps ({hidden_s:.1f} s), {most} at most",
+        "sync_interval": f"the shortest at which {busier}, the busier direction, take at most {LINK_SHARE:.0%} of the "
+        f"link: {load(interval):.0%}; the paper uses 24, and longer intervals cost quality",
+        "fragments": f"the {'maximum; the' if beyond(trip_s) else 'fewest whose'} round trip ({trip_s:.1f} s) "
+        f"{'takes longer than' if beyond(trip_s) else 'is hidden by'} {overlap_steps} steps ({hidden_s:.1f} s); "
+        f"at most {most}",
     }
     if codec != "auto":
-        why["codec"] = f"as asked for: {CODECS[codec]:.3g} bytes an element"
+        why["codec"] = f"as requested: {CODECS[codec]:.3g} bytes per element"
     elif chosen != first:
         why["codec"] = (
-            f"{CODECS[chosen]:.3g} bytes an element: with {first} a round trip takes {first_s:.1f} s, and "
+            f"{CODECS[chosen]:.3g} bytes per element: with {first} a round trip would take {first_s:.1f} s, and "
             f"rounds would be {in_force(interval, overlap_steps, first_s / site.step_time)} steps"
         )
     elif beyond(first_s):
         why["codec"] = (
-            f"the paper's main setting; fewer bits would save no step of a round trip: globals are {global_codec}"
+            "the paper's main setting; fewer bits would not shorten a round trip by a step, because globals are "
+            f"{global_codec}"
         )
     else:
-        why["codec"] = "the paper's main setting, and the link carries it; 4 bits cost vision quality there"
+        why["codec"] = (
+            "the paper's main setting, and the link is fast enough for it; in the paper, 4 bits cost quality in vision"
+        )
     if alone_s:
         why["threads"] = (
-            f"OPENBLAS_NUM_THREADS of each syncer: a fragment's outer step is {alone_s / fragments:.1f} s of a core at "
-            f"{CORE_FLOPS / 1e9:g} GFLOP/s, {outer_s:.1f} s on so many; a round trip may take {hidden_s:.1f} s"
+            f"OPENBLAS_NUM_THREADS of each syncer: a fragment's outer step takes {alone_s / fragments:.1f} s on one "
+            f"core at {CORE_FLOPS / 1e9:g} GFLOP/s, and {outer_s:.1f} s on this many; a round trip may take "
+            f"{hidden_s:.1f} s"
         )
     return Pace(interval, fragments, chosen, global_codec, threads, outer_s, trip_s, why, warnings)
 
@@ -253,16 +257,17 @@ class Needs:
         up, down = (as_rate(one / self.round_s) for one in (self.up_bytes, self.down_bytes))
         from_h = "" if self.interval_in_force == self.sync_interval else f"{self.sync_interval} to "
         return (
-            f"reckoned with {self.layers:.0f} layers of width {self.width:.0f} (yours: --layers, --width)\n"
-            f"a round: {self.sync_interval} steps, {self.round_s:.3g} s; in it a learner sends "
+            f"computed for {self.layers:.0f} layers of width {self.width:.0f} (set yours: --layers, --width)\n"
+            f"a round: {self.sync_interval} steps, {self.round_s:.3g} s, in which a learner sends "
             f"{as_bytes(self.up_bytes)} and fetches {as_bytes(self.down_bytes)}\n"
-            f"line of a learner: {up} up and {down} down of {written(self.link, 'TGMk')}bit/s, {self.link_load:.0%} "
-            f"busy; a fragment's round trip {self.round_trip_s:.1f} s, the outer step {self.outer_s:.1f} s of it\n"
+            f"a learner's link: {up} up and {down} down of {written(self.link, 'TGMk')}bit/s, {self.link_load:.0%} "
+            f"busy; a fragment's round trip: {self.round_trip_s:.1f} s, {self.outer_s:.1f} s of it the outer step\n"
             f"with such round trips the run makes rounds of {from_h}{self.interval_in_force} steps, and merges "
-            f"{self.merged_share:.0%} of what is trained; a syncer beside Redis is assumed, or one with a faster line\n"
-            f"syncers together: {self.syncer_cores:.2f} cores merging, each with {as_bytes(self.syncer_memory_bytes)} "
-            f"at most; Redis: {as_bytes(self.redis_memory_bytes)}, {as_rate(self.redis_bytes_per_s)}; a checkpoint: "
-            f"{as_bytes(self.checkpoint_bytes)}"
+            f"{self.merged_share:.0%} of what is trained; the syncer is assumed next to Redis, or to have a faster "
+            "link\n"
+            f"all syncers together: {self.syncer_cores:.2f} cores merging, each with at most "
+            f"{as_bytes(self.syncer_memory_bytes)}; Redis: {as_bytes(self.redis_memory_bytes)}, "
+            f"{as_rate(self.redis_bytes_per_s)}; a checkpoint: {as_bytes(self.checkpoint_bytes)}"
         )
 
 
@@ -313,26 +318,26 @@ def needs_of(
     warnings = list(pace.warnings)
     if syncers["cores"] > max(2, syncers["memory"], syncers["network"]) and outer_cores > cores / 2:
         said = any(CHEAPER in warning for warning in warnings)
-        cheaper = "" if said else f"; less has {CHEAPER}"
-        warnings.append(f"the outer step takes {outer_cores:.0f} cores all the time{cheaper}")
+        cheaper = "" if said else f"; fewer are enough with {CHEAPER}"
+        warnings.append(f"the outer step keeps {outer_cores:.0f} cores busy all the time{cheaper}")
     count, nodes = min(most, max(2, *syncers.values())), max(1, by_traffic, by_memory)
     memory = memory_of(count)
     if max(syncers.values()) > most or memory > room:
         warnings.append(
-            f"{pace.fragments} fragments allow {most} syncers at most, which are too small: {as_bytes(memory)} of "
-            f"{as_bytes(room)} each; more fragments, or larger machines"
+            f"{pace.fragments} fragments allow at most {most} syncers, which are too few: each needs "
+            f"{as_bytes(memory)} of {as_bytes(room)}; use more fragments or larger machines"
         )
     if ranks > pace.fragments:
         warnings.append(
-            f"{ranks - pace.fragments} of {ranks} ranks serve no fragment, since there are {pace.fragments}: more "
-            "fragments spread the bytes"
+            f"{ranks - pace.fragments} of {ranks} ranks do not serve a fragment, since there are only "
+            f"{pace.fragments}: use more fragments to spread the bytes"
         )
     holds = redis_holds(learners)
     why = {
-        "redis_nodes": f"{as_bytes(traffic)}/s take {by_traffic}, at {as_bytes(REDIS_BYTES_PER_S)}/s and "
-        f"{LINK_SHARE:.0%} each; {as_bytes(redis_memory)} ({holds}) take {by_memory}",
-        "syncers": "two at least, so that one can die; "
-        + ", ".join(f"{name} takes {count}" for name, count in syncers.items())
+        "redis_nodes": f"{as_bytes(traffic)}/s need {by_traffic}, at {as_bytes(REDIS_BYTES_PER_S)}/s and "
+        f"{LINK_SHARE:.0%} each; {as_bytes(redis_memory)} ({holds}) need {by_memory}",
+        "syncers": "at least two, so that one can die; "
+        + ", ".join(f"{name} needs {count}" for name, count in syncers.items())
         + f" ({as_bytes(whole)} for values, momenta and all windows at once, {as_bytes(syncer_traffic)}/s, "
         f"{cores:.2f} cores)",
     }

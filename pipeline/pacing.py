@@ -121,8 +121,8 @@ def long_rounds(asked: int, intervals: Iterable[int]) -> str | None:
     if not asked or longest <= LONG_ROUND * asked:
         return None
     return (
-        f"rounds take {longest} inner steps, {asked} were asked for, because merges arrive late: a nearer Redis, "
-        "a smaller codec or longer steps (a larger batch) shorten them (doc: watch.md)"
+        f"rounds take {longest} inner steps instead of {asked}, because merges arrive late: to shorten them, use a "
+        "nearer Redis, a smaller codec or longer steps (a larger batch) (doc: watch.md)"
     )
 
 
@@ -169,11 +169,11 @@ def slow_merges(
     takes_s, interval = max(worst.takes_s, queue_s), interval_at(sync, worst.version)
     round_s = interval * step_s
     by_outer = max(worst.outer_s, queue_s) > takes_s / 2
-    outer = f", outer step {as_time(worst.outer_s)}" if by_outer else ""
+    outer = f", {as_time(worst.outer_s)} of it the outer step" if by_outer else ""
     return SlowMerges(
-        f"merges take longer than a round of the learners has room for ({len(slow)} of {len(found)} fragments; "
-        f"fragment {worst.fragment} {as_time(takes_s)}{outer}, its round of {interval} steps {as_time(round_s)}, room "
-        f"{as_time(takes_s / ratio)}), and learners train longer between two syncs",
+        f"merges are too slow for the learners' rounds ({len(slow)} of {len(found)} fragments; fragment "
+        f"{worst.fragment} takes {as_time(takes_s)}{outer}; it has {as_time(takes_s / ratio)} of a {as_time(round_s)} "
+        f"round of {interval} steps), so learners now train longer between syncs",
         "; or ".join(islice(_helps(sync, worst, step_s, together_s, syncers, speed), MOST_HELPS)),
     )
 
@@ -193,16 +193,16 @@ def _helps(
     queue_s = together_s - round_s
     takes_s = max(worst.takes_s, queue_s)
     if interval_at(sync, worst.version) < sync.sync_interval and takes_s <= room_s:
-        yield f"wait until the interval has grown to {sync.sync_interval}, at which they fit"
-        yield "begin with longer rounds (first_interval), from which short runs learn less"
+        yield f"wait until the interval has grown to {sync.sync_interval}, at which merges keep up"
+        yield "start with longer rounds (first_interval), with which short runs learn less"
         return
     by_outer = max(worst.outer_s, queue_s) > takes_s / 2 and sync.outer == "halley"
     times, now, most = math.ceil(worst.outer_s / room_s), 1, MOST_THREADS
     if speed is not None:
         now, most = speed.threads, min(most, speed.at_once * speed.threads)
     if by_outer and queue_s <= room_s and times > 1 and (threads := times * now) <= most:
-        whose = "of its cores" if speed else "cores, if it has so many,"
-        yield f"let the syncer multiply matrices on {threads} {whose} that nobody else needs ({BLAS}={threads})"
+        whose = "of its otherwise idle cores" if speed else "otherwise idle cores, if it has that many"
+        yield f"let the syncer multiply matrices on {threads} {whose} ({BLAS}={threads})"
     if queue_s > room_s and syncers < sync.fragments and together_s / (syncers + 1) <= round_s + room_s:
         yield "start another syncer on another machine"
     longer = _longer(sync, worst, step_s, together_s)
@@ -212,7 +212,7 @@ def _helps(
         yield f"start the run with longer rounds (--sync-interval {longer}; a short run with 48 ended 8 % higher)"
     if by_outer:
         return
-    yield "give the syncer more cores, or fewer neighbours"
+    yield "give the syncer more cores, or a machine that it shares with fewer processes"
     if syncers < sync.fragments:
         yield "start another syncer on another machine"
 

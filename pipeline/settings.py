@@ -85,7 +85,7 @@ class Settings(BaseSettings):
     def _as_people_write(cls, value: Any, info: ValidationInfo) -> Any:
         """Accept whole numbers such as '2.5M' or '4e3'; refuse text that cannot be written to a file."""
         if isinstance(value, bool) and bool not in _types(cls.model_fields[str(info.field_name)].annotation):
-            raise ValueError("true and false are not its values")
+            raise ValueError("true and false are not allowed")
         if isinstance(value, str):
             if any("\ud800" <= character <= "\udfff" for character in value):
                 raise ValueError("not UTF-8")
@@ -121,13 +121,14 @@ class ServerSettings(Settings):
 
     redis_url: SecretStr | None = Field(
         None,
-        description="Redis to use: redis://HOST:6379, of a cluster any nodes; rediss:// with TLS; "
-        "redis+sentinel://HOST,HOST,HOST/SERVICE; unix:///PATH. One with a password belongs in DILOCO_REDIS_URL",
+        description="Redis to use: redis://HOST:6379 (of a cluster, any of its nodes); rediss:// with TLS; "
+        "redis+sentinel://HOST,HOST,HOST/SERVICE; unix:///PATH. Set DILOCO_REDIS_URL instead if it has a "
+        "password",
     )
-    redis_ca: Path | None = expert(None, description="For rediss://: file of the authority that issued its certificate")
-    redis_cert: Path | None = expert(None, description="For rediss://: client certificate, if the server wants one")
+    redis_ca: Path | None = expert(None, description="For rediss://: CA file of the issuer of its certificate")
+    redis_cert: Path | None = expert(None, description="For rediss://: client certificate, if the server requires one")
     redis_key: Path | None = expert(None, description="For rediss://: key of the client certificate")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum severity of log lines")
 
     def bus_url(self) -> str | None:
         """Return the Redis URL with its password and certificate files; None if no Redis was named.
@@ -158,7 +159,7 @@ class SyncSettings(Settings):
         8, ge=1, le=MAX_FRAGMENTS, description="Number of fragments P (default: at most one per tensor)"
     )
     sync_interval: int = Field(24, ge=1, le=MOST_STEPS, description="Inner steps H between two syncs of one fragment")
-    quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
+    quorum: int = Field(1, ge=1, le=4096, description="Minimum number of learners K for a merge")
     overlap_steps: int = Field(
         2, ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may take in the background"
     )
@@ -186,8 +187,9 @@ class SyncSettings(Settings):
     )
     outer: OuterName = Field(
         "halley",
-        description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: the same with each matrix's step "
-        "orthogonalised at its own norm, which costs the syncer matrix products (docs/results/outer-step.md)",
+        description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: the same, with each matrix's step "
+        "orthogonalised and kept at its norm, which costs the syncer matrix products "
+        "(docs/results/outer-step.md)",
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(
@@ -204,7 +206,7 @@ class SyncSettings(Settings):
         2,
         ge=0,
         le=MOST_STEPS,
-        description="Interval at the start, doubled until it is H; 0: H from the start",
+        description="Initial interval, doubled until it reaches H; 0: H from the start",
     )
     doubling: int = expert(
         8, ge=1, le=10**6, description="Outer steps of each fragment after which a growing interval doubles"
@@ -217,7 +219,7 @@ class SyncSettings(Settings):
         None,
         ge=1,
         le=MAX_FRAGMENTS,
-        description="Fragment groups (default: on a Redis Cluster one for each fragment, else 1)",
+        description="Fragment groups (default: one per fragment on a Redis Cluster, otherwise 1)",
     )
     # Nobody decides this one. It stays a setting: tests, worlds and benches run with others, and a run's spec says it:
     # what is on the bus, in checkpoints and in recorded deltas was made with it.
@@ -264,7 +266,7 @@ def check_outer(sync: SyncSettings | SyncSpec) -> None:
     if sync.outer == "halley" and not sync.outer_momentum:
         raise UsageError(
             f"outer={sync.outer} needs an outer momentum above 0: a step without momentum is never orthogonalised. To "
-            "average only, set outer=nesterov too"
+            "only average, set outer=nesterov too"
         )
 
 
@@ -275,17 +277,18 @@ class TrainerSettings(Settings):
 
     model: str = Field(
         "tiny",
-        description="Model size: nano (0.2M), deep (0.9M), tiny (0.9M), 2m (2.0M), small (4.9M), 10m (10.0M), "
-        "base (14.3M), 30m (30.3M), medium (49.7M), large (100.5M), 124m (123.9M), 350m (349.6M), 1b (996.7M); or one "
-        "of transformers: hf:FOLDER with its config.json, weights and tokenizer, hf:FILE.json, a config alone, or "
-        "hf:OWNER/NAME of the hub",
+        description="Model size: nano (0.2M), deep (0.9M), tiny (0.9M), 2m (2.0M), small (4.9M), 10m (10.0M), base "
+        "(14.3M), 30m (30.3M), medium (49.7M), large (100.5M), 124m (123.9M), 350m (349.6M), 1b (996.7M); or a "
+        "transformers model: hf:FOLDER with its config.json, weights and tokenizer, hf:FILE.json (only a config), or "
+        "hf:OWNER/NAME on the hub",
     )
     data: str = Field(
         "stdlib",
-        description="Text file or folder; 'stdlib': Python's own source text; token shards, a folder made by `diloco "
-        "data prepare`; a .npy file of tokens; a .parquet file; or hf:OWNER/NAME, a data set of the Hugging Face hub",
+        description="Text file or folder; 'stdlib': Python's own source text; token shards, a folder written by "
+        "`diloco data prepare`; a .npy file of tokens; a .parquet file; or hf:OWNER/NAME, a data set on the Hugging "
+        "Face hub",
     )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of initial parameters and data order")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the initial parameters and the data order")
     seq_len: int = Field(128, ge=8, le=65536, description="Tokens in a sequence")
     batch: int = Field(8, ge=1, le=10**6, description="Sequences in a micro-batch")
     accumulate: int = Field(1, ge=1, le=10**6, description="Micro-batches in an inner step")
@@ -306,14 +309,20 @@ class LearnerSettings(Settings):
     section = "Learners"
 
     learner_id: PartyName | None = Field(None, description="Name of this learner, unique in its run (default: random)")
-    device: str = Field("auto", pattern=DEVICES, description="auto, cpu, cuda, cuda:N, mps; of ranks cuda:0+cuda:1")
+    device: str = Field(
+        "auto",
+        pattern=DEVICES,
+        description="auto, cpu, cuda, cuda:N, mps; for a learner with several ranks, cuda:0+cuda:1",
+    )
     threads: int | None = Field(
         None,
         ge=1,
         le=4096,
         description="Torch threads (default: all usable cores, shared in `diloco run`)",
     )
-    compile: bool = Field(False, description="torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton")
+    compile: bool = Field(
+        False, description="torch.compile: slow first step; needs a C++ compiler, and Triton with CUDA"
+    )
     precision: Literal["fp32", "bf16"] = expert(
         "fp32", description="fp32 (on CUDA with bf16 autocast), or bf16 parameters with fp32 master weights"
     )
@@ -329,15 +338,15 @@ class LearnerSettings(Settings):
         "device (4 bytes per parameter, 8 to 16 with quantized deltas). auto: a CUDA device if the model is on one",
     )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
-    leave_s: Duration = expert(LEAVE_S, description="Time to flush unpublished training when leaving")
+    leave_s: Duration = expert(LEAVE_S, description="Time to flush unpublished training when the learner leaves")
     state_dir: Path | None = Field(
         None, description="Folder for this learner's moments, counters and random state (default: none)"
     )
-    state_every: Duration = expert(STATE_S, gt=0, description="Time between two savings to --state-dir")
+    state_every: Duration = expert(STATE_S, gt=0, description="Time between saves to --state-dir")
     recover: Literal["auto", "peer", "fresh"] = Field(
         "auto",
-        description="Moments of a learner that joins a running run. auto: its own saved ones, else a peer's, else "
-        "fresh ones; peer: skip its own; fresh: skip both",
+        description="Optimizer moments with which a learner joins a running run. auto: its own saved ones, otherwise a "
+        "peer's, otherwise fresh ones; peer: do not use its own; fresh: use neither",
     )
     ramp_steps: int = expert(
         20, ge=0, le=10**9, description="Steps of learning-rate ramp after joining with fresh moments"
@@ -348,13 +357,15 @@ class LearnerSettings(Settings):
 class HttpSettings(Settings):
     """An HTTP side."""
 
-    section = "HTTP side"
+    section = "HTTP server"
 
-    http_host: str = expert("127.0.0.1", description="Address of the page, /healthz, /readyz, /status, /metrics")
-    http_token: SecretStr | None = Field(
-        None, min_length=8, description="Token that the HTTP side asks for (DILOCO_HTTP_TOKEN)"
+    http_host: str = expert(
+        "127.0.0.1", description="Address the HTTP server binds to (page, /healthz, /readyz, /status, /metrics)"
     )
-    http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
+    http_token: SecretStr | None = Field(
+        None, min_length=8, description="Token that the HTTP server requires (DILOCO_HTTP_TOKEN)"
+    )
+    http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP server; 0: any free port")
 
 
 class SyncerSettings(HttpSettings):
@@ -362,37 +373,42 @@ class SyncerSettings(HttpSettings):
 
     section = "Syncer"
 
-    syncer_id: PartyName | None = Field(None, description="Name of this syncer (default: made up)")
+    syncer_id: PartyName | None = Field(None, description="Name of this syncer (default: random)")
     lease_s: Duration = Field(
-        LEASE_S, gt=0.1, le=MOST_LEASE_S, description="How long a lease lasts without being renewed"
+        LEASE_S, gt=0.1, le=MOST_LEASE_S, description="How long a lease lasts unless it is renewed"
     )
     liveness_s: Duration = expert(
         default_factory=_following(1, LEASE_S),
         gt=0,
-        description="A learner not heard from for this long is not waited for (default: a lease, at least 5 s)",
+        description="Merges do not wait for a learner that has been silent for this long (default: one lease, at "
+        "least 5 s)",
     )
     drain_s: Duration = expert(
         default_factory=_following(6, 30.0),
-        description="Longest time to gather last deltas at the end of a run (default: six leases, at least 30 s)",
+        description="Maximum time to gather the last deltas at the end of a run (default: six leases, at least 30 s)",
     )
     shutdown_s: Duration = expert(
         default_factory=_following(4, 20.0),
-        description="Time to commit and begin a checkpoint when told to stop, and for each fragment of it "
+        description="On shutdown, time allowed to commit and start a checkpoint, and again for each fragment saved "
         "(default: four leases, at least 20 s)",
     )
-    checkpoint_dir: Address | None = Field(None, description="Folder or s3://bucket/path for checkpoints (default: no)")
-    checkpoint_every: Duration = Field(
-        300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
+    checkpoint_dir: Address | None = Field(
+        None, description="Folder or s3://bucket/path for checkpoints (default: none are saved)"
     )
-    tape_dir: Path | None = Field(None, description="Folder for the event tape's archive: all syncers get one, or none")
+    checkpoint_every: Duration = Field(
+        300.0, description="Time between checkpoints; the newest three are kept; 0: only at the end"
+    )
+    tape_dir: Path | None = Field(
+        None, description="Folder for the event tape's archive; set it on all syncers, or on none"
+    )
     record_deltas: Path | None = Field(
         None,
-        description="Folder in which all merged deltas are kept, for `diloco tape --replay`: large, for each merge as "
-        "many bytes as its learners uploaded",
+        description="Folder in which all merged deltas are kept, for `diloco tape --replay`. Large: each merge takes "
+        "as many bytes as its learners uploaded",
     )
-    resume: Address | None = Field(None, description="Checkpoint of another run to begin with, or s3://bucket/path")
+    resume: Address | None = Field(None, description="Checkpoint of another run to start from, or s3://bucket/path")
     overwrite: bool = Field(
-        False, description="Begin anew where Redis has nothing of the run, whatever --checkpoint-dir has of it"
+        False, description="Start from scratch if Redis has no such run, ignoring its checkpoints in --checkpoint-dir"
     )
 
 
@@ -401,12 +417,12 @@ class EvaluatorSettings(Settings):
 
     section = "Evaluator"
 
-    eval_every: Duration = expert(5.0, description="Shortest time between evaluations")
-    eval_tokens: int = expert(16_384, ge=1, le=10**12, description="Size of the fixed validation slice")
+    eval_every: Duration = expert(5.0, description="Minimum time between evaluations")
+    eval_tokens: int = expert(16_384, ge=1, le=10**12, description="Tokens in the fixed validation slice")
     eval_device: str = expert(
         "cpu",
         pattern=DEVICE,
-        description="auto, cpu, cuda, cuda:N, mps: where the evaluator measures; beside learners the CPU",
+        description="Device for evaluation: auto, cpu, cuda, cuda:N, mps. Use cpu when learners share the machine",
     )
 
 
@@ -425,10 +441,11 @@ class EvaluatorProcess(BusSettings, EvaluatorSettings):
 
     threads: int = Field(1, ge=1, le=4096, description="Torch threads")
     data: str | None = Field(
-        None, description="Text file or folder, or 'stdlib': the run's text (default: where the run's spec says)"
+        None, description="Text file or folder, or 'stdlib': the run's text (default: the location in the run's spec)"
     )
     model: str | None = Field(
-        None, description="hf:FOLDER of the run's model, if its tokenizer reads the text (default: the spec's model)"
+        None,
+        description="hf:FOLDER of the run's model, needed if its tokenizer reads the text (default: the spec's model)",
     )
 
 

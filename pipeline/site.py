@@ -31,30 +31,30 @@ class Site(Settings):
     """A plan is not a run: `DILOCO_*` variables of a real run do not apply."""
 
     params: Amount = Field(70e9, ge=LEAST_PARAMS, le=MOST_PARAMS, description="Parameters of the model. Assumed")
-    layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: from its width, or as usual. Assumed")
+    layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: derived from its width, or as usual. Assumed")
     width: int = Field(
         0,
         ge=0,
         le=100_000,
-        description="Its width n, of n x n and n x 4n matrices; 0: from its layers. Assumed",
+        description="Its width n, with n x n and n x 4n matrices; 0: derived from its layers. Assumed",
     )
     step_time: Span = Field(5.0, gt=0, description="Compute time of an inner step. Assumed")
     link: BitRate = Field(
         100e9,
         ge=LEAST_LINK,
         description="Bandwidth of a learner's link to the syncers, each way, in bits: 5Gbps, 800Mbit/s. Assumed; the "
-        "paper has 2-5 Gbit/s too",
+        "paper also uses 2-5 Gbit/s",
     )
-    latency: Span = Field(0.05, description="One way of a control message. Assumed")
+    latency: Span = Field(0.05, description="One-way latency of a control message. Assumed")
     merge_rate: Amount = Field(
-        3.3e9, description="Bytes of deltas that one core of a syncer merges a second. Measured, M=8 bf16, numpy"
+        3.3e9, description="Bytes of deltas that one syncer core merges per second. Measured with M=8, bf16, numpy"
     )
     sync_time: Span = Field(
         0.0,
-        description="Of a sync, what is neither transfer nor the sum of deltas, which follow from link, params and "
-        "merge_rate: staging, commit. Assumed",
+        description="Fixed cost per sync: staging and commit. Transfer and merging are computed from link, params and "
+        "merge_rate. Assumed",
     )
-    syncer_cores: int = Field(32, ge=1, le=1024, description="Cores of a syncer that merge. Assumed")
+    syncer_cores: int = Field(32, ge=1, le=1024, description="Cores a syncer merges with. Assumed")
 
 
 def layers_of(params: float) -> int:
@@ -76,7 +76,8 @@ def shape_of(site: Site) -> tuple[float, float]:
     if layers < 1 or 12 * width**2 * layers > MOST_IN_LAYERS * site.params:
         raise UsageError(
             f"{max(1, layers):g} layers of width {width:g} have {written(12 * width**2 * max(1, layers))} parameters "
-            f"(12 n^2 each), and the model {written(site.params)}: change --params, or leave --layers or --width out"
+            f"(12 n^2 per layer), but the model has {written(site.params)}: change --params, or leave out --layers or "
+            "--width"
         )
     return width, layers
 
@@ -92,8 +93,8 @@ def params_of(site: Site) -> float:
     params = 12.0 * site.width**2 * site.layers
     if not LEAST_PARAMS <= params <= MOST_PARAMS:
         raise UsageError(
-            f"{site.layers} layers of width {site.width} have {written(params)} parameters (12 n^2 each): from "
-            f"{written(LEAST_PARAMS)} to {written(MOST_PARAMS)} are planned for; change --layers or --width"
+            f"{site.layers} layers of width {site.width} have {written(params)} parameters (12 n^2 per layer), but a "
+            f"plan covers {written(LEAST_PARAMS)} to {written(MOST_PARAMS)}: change --layers or --width"
         )
     return params
 

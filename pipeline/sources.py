@@ -26,9 +26,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return the hint to append to an unknown name: " (is 'x' meant?)", or "" if no known name is close."""
+    """Return the hint to append to an unknown name: " (did you mean 'x'?)", or "" if no known name is close."""
     near = nearest(name, known, NEAR)
-    return f" (is {near!r} meant?)" if near else ""
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def check_variables(known: Collection[str], wanted: Collection[str] | None = None) -> list[str]:
@@ -55,7 +55,7 @@ def check_variables(known: Collection[str], wanted: Collection[str] | None = Non
             continue
         misspelt = nearest(name, known if wanted is None else wanted, _MISSPELT)
         if misspelt:
-            said = f"unknown variable {variable}: is {ENV_PREFIX}{misspelt.upper()} meant?"
+            said = f"unknown variable {variable}: did you mean {ENV_PREFIX}{misspelt.upper()}?"
             if wanted is None:
                 raise UsageError(f"{said} Rename it, or unset it")
             warnings.append(said)
@@ -77,12 +77,12 @@ def read_file(config: Path | None) -> dict[str, Any]:
     try:
         # The pipe of a shell's <(...), /dev/fd/63, has a writer already. Reading any other one may block.
         if config.is_fifo() and config.parts[1:2] != ("dev",):
-            raise UsageError(f"cannot read settings file {config}: it is a pipe", "give a file of settings in TOML")
+            raise UsageError(f"cannot read settings file {config}: it is a pipe", "give a TOML file of settings")
         table = tomllib.loads(config.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read settings file {config}: {error}") from error
     if inner := next((name for name, value in table.items() if isinstance(value, dict)), None):
-        raise UsageError(f"{config}: [{inner}] is a table, but settings are top-level keys", "leave that line out")
+        raise UsageError(f"{config}: [{inner}] is a table, but settings are top-level keys", "remove that line")
     return table
 
 

@@ -27,7 +27,7 @@ def with_tls(url: str, files: Mapping[str, Path | None]) -> str:
         return url
     if parts.scheme not in ("rediss", "rediss+sentinel"):
         names = ", ".join(name for name, path in files.items() if path is not None)
-        raise UsageError(f"{names}: used only with TLS, but the Redis URL does not begin with rediss://")
+        raise UsageError(f"{names}: only used with TLS, but the Redis URL does not begin with rediss://")
     options = dict(parse_qsl(parts.query, keep_blank_values=True)) | given
     return urlunsplit(parts._replace(query=urlencode(options)))
 
@@ -41,6 +41,6 @@ def check_files(options: Mapping[str, object]) -> None:
     for name in OPTIONS.values():
         path = options.get(name)
         if path is not None and not Path(str(path)).is_file():
-            raise UsageError(f"{name}: there is no file {path}")
+            raise UsageError(f"{name}: no such file: {path}")
     if options.get("ssl_keyfile") and not options.get("ssl_certfile"):
         raise UsageError("the key of a client certificate is set, but not the certificate: set DILOCO_REDIS_CERT too")

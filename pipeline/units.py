@@ -87,7 +87,7 @@ def parse_rate(value: Any) -> Any:
     """
     read = scaled(value, "([kmgt]?)(?:bps|bit/s)?", _BITS)
     if isinstance(read, str) and not re.fullmatch(r"\s*[+-]?[0-9.]+\s*|nan|[+-]?inf", read, re.IGNORECASE):
-        raise ValueError("not a rate in bits, such as 5Gbps or 800Mbit/s")
+        raise ValueError("not a rate in bits per second, such as 5Gbps or 800Mbit/s")
     return read
 
 

@@ -15,8 +15,8 @@ _WORDS = {
     "greater_than_equal": ("too small", "at least {ge}"),
     "less_than": ("too large", "less than {lt}"),
     "less_than_equal": ("too large", "at most {le}"),
-    "literal_error": ("no such choice", "{expected}"),
-    "enum": ("no such choice", "{expected}"),
+    "literal_error": ("not a valid choice", "{expected}"),
+    "enum": ("not a valid choice", "{expected}"),
     "too_short": ("too short", "at least {min_length}"),
     "string_too_short": ("too short", "at least {min_length} characters"),
     "string_pattern_mismatch": ("not in the expected format", ""),
@@ -31,7 +31,7 @@ _WORDS = {
     "extra_forbidden": ("unknown", ""),
 }
 
-OTHERS = "another build may"
+OTHERS = "a different build may"
 # The most characters of a number that are shown.
 LONGEST = 40
 
@@ -79,7 +79,7 @@ def complaint(error: ValidationError) -> str:
     if first["type"] == "literal_error" and where.endswith("format"):
         number, reads = repr(first["input"]), first.get("ctx", {}).get("expected")
         number = number if len(number) <= LONGEST else f"{number[:LONGEST]}..."
-        return f"{where} {number} is not {reads}, which this build reads: {OTHERS} have written it"
+        return f"{where} {number} cannot be read by this build, which reads {reads}: {OTHERS} have written it"
     if first["type"] in ("literal_error", "enum", "union_tag_invalid"):
         value = first.get("ctx", {}).get("tag", first["input"])
         return f"{where or 'message'} {value!r:.40} is unknown to this build: {OTHERS} have written it"

@@ -123,9 +123,9 @@ def acl_command(run: str, user: str) -> str:
     kind, _, learner_id = user.partition("-")
     named = f" --learner {learner_id}" if kind == SHARED_LEARNER and learner_id else ""
     return (
-        f"diloco acl --run {run}{named} --passwords FILE > new-users.acl (with --learner NAME for each of the run's "
-        "learners, --failover where servers take over from each other, and for FILE that of the passwords in use: else "
-        "these are made anew)"
+        f"diloco acl --run {run}{named} --passwords FILE > new-users.acl (add --learner NAME for each of the run's "
+        "learners, and --failover if servers take over from each other; FILE must be the current password file, "
+        "otherwise new passwords are generated)"
     )
 
 

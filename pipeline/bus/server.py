@@ -138,9 +138,9 @@ def version(server: Server) -> Finding:
     """Check that the version is new enough."""
     parts = tuple(map(int, server.version.split(".")[:2]))
     if parts < OLDEST:
-        return error("Redis version", f"version {server.version}", "6.2 or newer is needed")
+        return error("Redis version", f"version {server.version}", "install 6.2 or newer")
     if parts[0] < USERS_FROM:
-        said = f"version {server.version}: runs; `diloco acl` needs {USERS_FROM}, or Valkey"
+        said = f"version {server.version} is enough for a run; `diloco acl` needs {USERS_FROM}, or Valkey"
         return ok("Redis version", said)
     return ok("Redis version", f"version {server.version}")
 
@@ -161,8 +161,8 @@ def eviction(server: Server) -> Finding:
 def to_set(setting: str) -> str:
     """Return the remedy of changing a setting, for the running server and permanently."""
     return (
-        f'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET {setting}, and the same in its configuration (where there are '
-        "users or sentinels: at each server, by a user who may)"
+        f'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET {setting}, and set it in its configuration too (if there are '
+        "users or sentinels: on each server, as a user with that right)"
     )
 
 
@@ -182,9 +182,9 @@ def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding
     if maxmemory_bytes and free <= least:
         return warning(
             "Redis fill",
-            f"Redis should have {as_maxmemory(least)} free, and uses {used_bytes / maxmemory_bytes:.0%} of its "
-            "maxmemory",
-            f"{to_maxmemory(max(used_bytes + a_round, used_bytes / (1 - MOST_FREE)) + 1)}; deltas are refused where it "
+            f"Redis uses {used_bytes / maxmemory_bytes:.0%} of its maxmemory, and should have {as_maxmemory(least)} "
+            "free",
+            f"{to_maxmemory(max(used_bytes + a_round, used_bytes / (1 - MOST_FREE)) + 1)}; deltas are refused once it "
             "is full",
         )
     return ok("Redis fill", f"{as_bytes(used_bytes)} in use")
@@ -202,31 +202,32 @@ def disk(server: Server) -> Finding:
         return warning(
             "Redis disk",
             "Redis cannot write to its disk",
-            "free space where it keeps its data; until then it may refuse all writes",
+            "free disk space where it keeps its data; until then it may refuse all writes",
         )
-    return ok("Redis disk", "its last writes went well")
+    return ok("Redis disk", "its last writes succeeded")
 
 
 def persistence(server: Server, checkpoints: bool = False) -> Finding:
     """Check what a restart of the server loses. checkpoints: True if the run keeps checkpoints elsewhere."""
     if server.append_only:
-        return ok("persistence", "append-only file: a restart loses a second at most")
+        return ok("persistence", "append-only file: a restart loses at most a second")
     if server.own and not checkpoints:
         return warning(
             "persistence",
-            "the servers of `diloco redis` and `diloco run` keep nothing on disk: a restart loses all, which syncers "
-            "and learners put back only if some of them still run",
-            "keep checkpoints (--checkpoint-dir of each syncer), or use a server of your own with appendonly yes",
+            "the servers of `diloco redis` and `diloco run` keep nothing on disk: a restart loses everything, and "
+            "syncers and learners can restore it only if some of them are still running",
+            "save checkpoints (--checkpoint-dir on each syncer), or use your own server with appendonly yes",
         )
     lost = "the last minutes" if server.save else "all"
     if server.save is None:
-        lost = "all since its last snapshot, if it takes any"
+        lost = "everything since its last snapshot, if it takes any"
     if checkpoints:
-        return ok("persistence", f"no append-only file: a restart loses {lost}, but checkpoints are kept")
+        return ok("persistence", f"no append-only file: a restart loses {lost}, but checkpoints are saved")
     return warning(
         "persistence",
-        f"no append-only file: a restart loses {lost}, which syncers and learners put back only if some still run",
-        f"{to_set('appendonly yes')}, on a machine with twice its memory; or keep checkpoints (--checkpoint-dir of "
+        f"no append-only file: a restart loses {lost}, and syncers and learners can restore it only if some are still "
+        "running",
+        f"{to_set('appendonly yes')}, on a machine with twice its memory; or save checkpoints (--checkpoint-dir on "
         "each syncer)",
     )
 
@@ -234,7 +235,7 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
 def role(server: Server) -> Finding:
     """Check that the server is a primary, which takes writes."""
     if server.follows:
-        return error("Redis role", "this server is a replica, which refuses writes", "name the primary's address")
+        return error("Redis role", "this server is a replica, which refuses writes", "use the primary's address")
     return ok("Redis role", "primary")
 
 
@@ -247,23 +248,23 @@ def replicas(server: Server) -> Finding:
         return error(
             "replicas",
             "Redis refuses all writes: no replica is connected to it (min-replicas-to-write)",
-            "start its replicas, and see that they may follow it (masteruser, masterauth, their log)",
+            "start its replicas, and check that they are allowed to follow it (masteruser, masterauth, their log)",
         )
     if server.replicas and not server.waits:
         return warning(
             "replicas",
-            "Redis has replicas and min-replicas-to-write 0: if it is cut off from them, it takes writes that are lost "
-            "when another server has become primary",
-            f"on all of them: {to_set('min-replicas-to-write 1')}, with min-replicas-max-lag 10, or less",
+            "Redis has replicas and min-replicas-to-write 0: if it is cut off from them, it accepts writes that are "
+            "lost once another server becomes primary",
+            f"on all of them: {to_set('min-replicas-to-write 1')}, with min-replicas-max-lag 10 or less",
         )
     if server.replicas < server.known_replicas:
         known = counted(server.known_replicas, "replica")
-        found = f"connected to this primary: {server.replicas} of the {known} that its sentinels know"
+        found = f"{server.replicas} of the {known} that its sentinels know are connected to this primary"
         last = server.waits and server.replicas == 1
         return warning(
             "replicas",
             f"{found}{' (once one more server is lost, all writes are refused)' if last else ''}",
-            "start the others again; one that is gone for good is forgotten by SENTINEL RESET on each sentinel",
+            "start the others again; to drop one permanently, run SENTINEL RESET on each sentinel",
         )
     return ok("replicas", str(server.replicas) if server.replicas else "none")
 
@@ -273,10 +274,10 @@ def replaced(server: Server) -> Finding:
     if server.cluster and not server.replicas:
         return warning(
             "replicas",
-            "this primary has no replica: if its machine is lost, its fragments stop until it is back",
-            "give it one: start a server with cluster-enabled yes, then, with redis-cli of Redis: redis-cli --cluster "
-            f"add-node NEW_HOST:PORT {server.at} --cluster-slave (where there are users with --user setup --pass "
-            "PASSWORD, with TLS with --tls --cacert ca.pem --cert FILE --key FILE)",
+            "this primary has no replica: if its machine fails, its fragments stop until it is back",
+            "add one: start a server with cluster-enabled yes, then run (redis-cli of Redis) redis-cli --cluster "
+            f"add-node NEW_HOST:PORT {server.at} --cluster-slave (with users, add --user setup --pass PASSWORD; with "
+            "TLS, --tls --cacert ca.pem --cert FILE --key FILE)",
         )
     return replicas(server)
 
@@ -288,15 +289,18 @@ def buffers(server: Server) -> Finding:
     if limit and limit <= SMALL_BUFFER_BYTES:
         small.append(f"is disconnected once it is {as_maxmemory(limit)} behind ({BUFFER_LIMIT})")
     if backlog and backlog <= SMALL_BACKLOG_BYTES:
-        small.append(f"copies everything again once it has missed {as_maxmemory(backlog)} (repl-backlog-size)")
+        small.append(f"must copy everything again once it has missed {as_maxmemory(backlog)} (repl-backlog-size)")
     if small:
         return warning(
             "buffers of replicas",
-            f"a replica {', and '.join(small)}: during a run it may never catch up",
+            f"a replica {', and '.join(small)}, and may never catch up during a run",
             f"""on all of them: {to_set(f"{BUFFER_LIMIT} 'replica 0 0 0'")}, with repl-backlog-size 256mb""",
         )
-    told = f"not told ({BUFFER_LIMIT} is to be replica 0 0 0)"
-    return ok("buffers of replicas", told if limit is None else "a replica may fall behind by payloads")
+    told = f"not known ({BUFFER_LIMIT} should be replica 0 0 0)"
+    return ok(
+        "buffers of replicas",
+        told if limit is None else "large enough for a replica to fall behind by several payloads",
+    )
 
 
 def coverage(server: Server) -> Finding:
@@ -304,14 +308,14 @@ def coverage(server: Server) -> Finding:
     if server.full_coverage:
         return warning(
             "coverage",
-            f"{FULL_COVERAGE} is yes: while any primary is down, the whole cluster serves nothing",
+            f"{FULL_COVERAGE} is yes: while any primary is down, the whole cluster stops",
             f"on each node: {to_set(f'{FULL_COVERAGE} no')}",
         )
     return ok(
         "coverage",
         "a primary that is down stops only its own fragments"
         if server.full_coverage is False
-        else f"not told ({FULL_COVERAGE} is to be no)",
+        else f"not known ({FULL_COVERAGE} should be no)",
     )
 
 
@@ -357,7 +361,7 @@ def room(
         has += f", on a machine of {as_bytes(machine_bytes)}"
     if 0 < limit < needed:
         each = f" on each of the {nodes} nodes" if nodes > 1 else ""
-        larger = f"give it a machine with {as_bytes(MACHINE_TIMES * needed)} of memory"
+        larger = f"run it on a machine with {as_bytes(MACHINE_TIMES * needed)} of memory"
         remedy = to_maxmemory(needed / nodes, each) if maxmemory_bytes else larger
         return error("Redis memory", f"{has}; {needs}", remedy)
     return ok("Redis memory", f"{has}; {needs}")

@@ -40,7 +40,7 @@ class TapeReader:
             if sure or not gone | away:
                 return sure
             if not gone:
-                raise BusUnavailable(f"the servers of groups {', '.join(map(str, sorted(away)))} do not answer")
+                raise BusUnavailable(f"the servers of groups {', '.join(map(str, sorted(away)))} are not answering")
 
     def passed(self, entry: TapeEntry) -> None:
         """Mark an entry as processed: it is returned again only if its tape is read from the start."""

@@ -18,5 +18,5 @@ def read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {file}: {error}") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{file} does not hold a JSON object: it is damaged, or a different file")
+        raise UsageError(f"{file} does not hold a JSON object: it is damaged, or not the file you meant")
     return found

@@ -43,16 +43,14 @@ def parse_sums(text: str, where: object) -> dict[str, str]:
     for line in text.splitlines():
         digest, blanks, name = line.partition("  ")
         if not blanks or Path(name).name != name:
-            raise UsageError(f"{where} is damaged: {line!r:.80} is not a digest and a name")
+            raise UsageError(f"{where} is damaged: {line!r:.80} is not a digest followed by a name")
         sums[name] = digest
     return sums
 
 
 def damaged(file: object) -> UsageError:
     """Return the error for a file whose digest differs."""
-    return UsageError(
-        f"{file} is damaged: it does not have the digest that {SUMS_FILE} says; take another checkpoint or copy"
-    )
+    return UsageError(f"{file} is damaged: its digest differs from that in {SUMS_FILE}; use another checkpoint or copy")
 
 
 def check_sums(folder: Path) -> bool:
@@ -71,10 +69,10 @@ def check_sums(folder: Path) -> bool:
             missing.discard(name)
     except FileNotFoundError as error:
         raise UsageError(
-            f"{error.filename} is missing: {SUMS_FILE} names it; take another checkpoint or copy"
+            f"{error.filename} is missing but listed in {SUMS_FILE}; use another checkpoint or copy"
         ) from error
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot check {folder}: {error}") from error
     if missing:
-        raise UsageError(f"{folder / SUMS_FILE} is damaged: it does not name {', '.join(sorted(missing))}")
+        raise UsageError(f"{folder / SUMS_FILE} is damaged: it does not list {', '.join(sorted(missing))}")
     return True

@@ -71,7 +71,7 @@ def tensors_in(whole: memoryview) -> dict[str, Tensor]:
     """
     start = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
     if not _LENGTH < start <= min(len(whole), MOST_HEADER_BYTES):
-        raise ValueError("its header does not fit in it")
+        raise ValueError("its header is longer than the file")
     try:
         header = json.loads(bytes(whole[_LENGTH:start]))
     except RecursionError as error:
@@ -85,10 +85,10 @@ def tensors_in(whole: memoryview) -> dict[str, Tensor]:
 def _mapped(data: memoryview, entry: _Entry) -> Tensor:
     begin, end = entry.data_offsets
     if not 0 <= begin <= end <= len(data):
-        raise ValueError("a tensor's bytes are outside of it")
+        raise ValueError("a tensor's bytes lie outside the file")
     bits = _BITS.get(entry.dtype)
     if min(entry.shape, default=0) < 0 or (bits and 8 * (end - begin) != bits * math.prod(entry.shape)):
-        raise ValueError(f"{end - begin} bytes are not a tensor {entry.dtype} {entry.shape}")
+        raise ValueError(f"{end - begin} bytes do not make a tensor {entry.dtype} {entry.shape}")
     return Tensor(entry.dtype, entry.shape, end - begin, lambda: data[begin:end])
 
 

@@ -25,7 +25,7 @@ def check_files(*files: Path | None) -> None:
         if file.is_dir():
             raise UsageError(f"{file}: a folder, not a file")
         if not file.absolute().parent.is_dir():
-            raise UsageError(f"{file}: there is no folder {file.parent}")
+            raise UsageError(f"{file}: the folder {file.parent} does not exist")
         if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
             raise UsageError(f"{file}: no permission to write it")
 
@@ -42,7 +42,7 @@ def try_folder(path: Path, *files: str) -> None:
     path = path.absolute()
     there = _nearest(path)
     if not there.is_dir():
-        raise OSError(f"{there} is no folder")
+        raise OSError(f"{there} is not a folder")
     try:
         with tempfile.TemporaryDirectory(prefix=TRIED, dir=there) as tried:
             made = Path(tried) / path.relative_to(there)
@@ -67,9 +67,9 @@ def denied(path: Path) -> UsageError:
     there = _nearest(path.absolute())
     found, user = there.lstat(), os.geteuid()
     who, whose = _name(user), _name(found.st_uid)
-    mend = f"chmod u+rwX {there}" if found.st_uid == user else f"start as {whose}, chown -R {user} {there}"
-    about = f"{who} may not use {path}: {there} is {stat.filemode(found.st_mode)} of {whose}"
-    return UsageError(about, f"{mend}, or name another place")
+    mend = f"chmod u+rwX {there}" if found.st_uid == user else f"run as {whose}, or chown -R {user} {there}"
+    about = f"{who} has no permission to use {path}: {there} is {stat.filemode(found.st_mode)} of {whose}"
+    return UsageError(about, f"{mend}, or choose another location")
 
 
 def _nearest(path: Path) -> Path:

@@ -222,10 +222,11 @@ class RunState(Message):
         """
         if known is not None and self.began_unix_s != known.began_unix_s:
             raise RunReplaced(
-                f"another run has begun under the name {name!r}, {moment(self.began_unix_s)}, from other parameters. "
-                f"{has} the run that began {moment(known.began_unix_s)}, and does not go on in the new one by itself. "
-                "To take part in the new one, start it again. To have the earlier one back: stop all parties, `diloco "
-                "runs delete` the new one, and start a syncer with the --checkpoint-dir of the earlier one"
+                f"another run has begun under the name {name!r}, {moment(self.began_unix_s)}, from different "
+                f"parameters. {has} the run that began {moment(known.began_unix_s)}, and does not continue in the new "
+                "one on its own. To join the new one, restart this party. To get the earlier one back, stop all "
+                "parties, delete the new one with `diloco runs delete`, and start a syncer with the --checkpoint-dir "
+                "of the earlier one"
             )
 
     def same_part(self, other: "RunState") -> bool:

@@ -147,16 +147,16 @@ class Spec(Message):
                 raise ValueError(f"tensor {tensor.name!r} is in fragment {tensor.fragment} of {len(elements)}")
             elements[tensor.fragment] += tensor.elements
             if averaged.setdefault(tensor.fragment, tensor.rule in AVERAGED) is not (tensor.rule in AVERAGED):
-                raise ValueError(f"fragment {tensor.fragment} has average-only tensors beside others")
+                raise ValueError(f"fragment {tensor.fragment} mixes average-only tensors with others")
             if tensor.matrix and (len(tensor.shape) != 2 or min(tensor.shape) < 2):
-                raise ValueError(f"tensor {tensor.name!r} of shape {tensor.shape} has no rows and columns")
+                raise ValueError(f"tensor {tensor.name!r} of shape {tensor.shape} must have rows and columns")
             if tensor.matrix and tensor.rule in AVERAGED:
                 raise ValueError(f"tensor {tensor.name!r} is average-only: it is never orthogonalised")
         if 0 in elements:
             raise ValueError(f"fragment {elements.index(0)} has no elements")
         chunk_bytes = self.sync.chunk_bytes
         if (most := max(elements) * 4) > MAX_CHUNKS * chunk_bytes:
-            raise ValueError(f"a fragment of {most} bytes has over {MAX_CHUNKS} chunks of {chunk_bytes} bytes")
+            raise ValueError(f"a fragment of {most} bytes has more than {MAX_CHUNKS} chunks of {chunk_bytes} bytes")
         whole = [tensor.name for tensor in self.tensors if tensor.rows is None]
         parts = [tensor for tensor in self.tensors if tensor.rows is not None]
         names = {part.name for part in parts}
@@ -180,8 +180,11 @@ def _check_parts(parts: Iterable[TensorSpec]) -> None:
             how = "either it is not merged by rows or its parts disagree"
             raise ValueError(f"tensor {part.name!r} is split by rows, but {how}")
         if not reached.get(part.name, 0) == begin < end <= part.shape[0]:
-            raise ValueError(f"tensor {part.name!r}: rows [{begin}, {end}) are not the next of its {part.shape[0]}")
+            raise ValueError(
+                f"tensor {part.name!r}: rows [{begin}, {end}) do not follow the previous part's (it has "
+                f"{part.shape[0]})"
+            )
         reached[part.name] = end
     for name, end in reached.items():
         if end < first[name].shape[0]:
-            raise ValueError(f"tensor {name!r} has {first[name].shape[0]} rows, and its parts end at {end}")
+            raise ValueError(f"tensor {name!r} has {first[name].shape[0]} rows, but its parts end at {end}")

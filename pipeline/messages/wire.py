@@ -28,8 +28,8 @@ def spoken(said: object) -> object:
     """
     if type(said) is not int or said != FORMAT:
         raise OtherFormat(
-            f"wire format {said!r:.20}, this build speaks {FORMAT} (`diloco --version`)",
-            f"take a build that speaks {said!r:.20}, or stop all parties, update them, and go on from the run's "
+            f"wire format {said!r:.20}, but this build speaks {FORMAT} (`diloco --version`)",
+            f"use a build that speaks {said!r:.20}, or stop all parties, update them, and continue from the run's "
             "checkpoint",
         )
     return said
@@ -71,7 +71,7 @@ def party_name(name: str) -> str:
     """
     if len(name) > MAX_NAME_CHARS or not re.fullmatch(PARTY, name):
         raise ValueError(
-            f"cannot be a name: letters, digits, '.', '_' and '-', {MAX_NAME_CHARS} at most, and not dots alone"
+            f"cannot be a name: use at most {MAX_NAME_CHARS} letters, digits, '.', '_' and '-', and not only dots"
         )
     return name
 

@@ -69,7 +69,7 @@ def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
     """
     what, parts = kind.__name__, kind.max_parts
     if len(data) > limit:
-        raise BadMessage(f"{what} of {len(data)} bytes is over the limit of {limit}")
+        raise BadMessage(f"{what} of {len(data)} bytes exceeds the limit of {limit}")
 
     def part(value: Any) -> Any:
         nonlocal parts
@@ -95,7 +95,7 @@ def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
             max_ext_len=0,
         )
     except Exception as error:  # msgpack raises ValueError kinds, RecursionError and UnicodeDecodeError
-        raise BadMessage(f"{what} is not msgpack within its bounds: {error}") from error
+        raise BadMessage(f"{what} is not valid msgpack within its bounds: {error}") from error
 
 
 def _complaint(what: str, error: ValidationError) -> BadMessage:
@@ -380,7 +380,7 @@ class PayloadReader:
         self._total.update(digest)
         self.received += 1
         if self.complete and total != self._total.digest():
-            raise BadPayload("the payload does not match its digest over all chunks")
+            raise BadPayload("the payload does not match the digest of all its chunks")
 
     def _decoded(self, encoded: bytes, size: int) -> tuple[bytes, bytes, bytes | None]:
         """Return data, digest and total of a chunk in another layout than ours; raise if it is not the next one."""
@@ -389,9 +389,9 @@ class PayloadReader:
         except BadMessage as error:
             raise BadPayload(str(error)) from error
         if self.complete or chunk.index != self.received:
-            raise BadPayload(f"chunk {chunk.index} came where {self.received} of {self.expected} was due")
+            raise BadPayload(f"chunk {chunk.index} came, but {self.received} of {self.expected} was expected")
         if len(chunk.data) != size:
-            raise BadPayload(f"chunk {chunk.index} has {len(chunk.data)} bytes, the spec says {size}")
+            raise BadPayload(f"chunk {chunk.index} has {len(chunk.data)} bytes, but {size} by the spec")
         return chunk.data, chunk.digest, chunk.total
 
     @property
@@ -416,7 +416,7 @@ class PayloadReader:
             BadPayload: chunks are missing, or a scale is invalid.
         """
         if not self.complete:
-            raise BadPayload(f"{self.received} of {self.expected} chunks are here")
+            raise BadPayload(f"{self.received} of {self.expected} chunks have arrived")
         return as_vector(self._data, self._elements, self._codec)
 
     def array(self) -> npt.NDArray[Any]:

@@ -124,7 +124,9 @@ class Encoding:
         """
         group = _Group(self.wire, self._at, self._elements, self._kind)
         if len(piece) != min(GROUP, self._elements - self._at):
-            raise ValueError(f"{len(piece)} elements at {self._at} of {self._elements}: {GROUP} a time, or the rest")
+            raise ValueError(
+                f"{len(piece)} elements at {self._at} of {self._elements}: pass {GROUP} at a time, or the rest"
+            )
         self._encode(piece, group.scales, group.codes)
         if error is not None or decoded is not None:
             found = self._work[: len(group.scales)].reshape(-1)
@@ -234,7 +236,7 @@ class Quantized:
     def __getitem__(self, part: slice) -> Float32:
         start, stop, step = part.indices(self._elements)
         if step != 1:
-            raise ValueError("only slices with step 1 can be decoded")
+            raise ValueError("only slices of step 1 can be decoded")
         origin = start - start % BLOCK
         out = np.empty(_blocks(max(stop - origin, 0)) * BLOCK, np.float32)
         at = origin

@@ -250,13 +250,15 @@ def problems(parts: Iterable[Account]) -> list[str]:
     for one in parts:
         who = f"{one.learner}/{one.incarnation}"
         if one.unpublished < 0:
-            found.append(f"{who}: {-one.unpublished} token-elements overwritten or published more than trained")
+            found.append(f"{who}: {-one.unpublished} more token-elements overwritten or published than trained")
         elif one.unpublished > 0 and one.left:
-            found.append(f"{who}: {one.unpublished} token-elements neither overwritten nor published, and it has left")
+            found.append(
+                f"{who}: {one.unpublished} token-elements neither overwritten nor published, although it has left"
+            )
         if one.missing < 0:
-            found.append(f"{who}: {-one.missing} token-elements arrived more than it published")
+            found.append(f"{who}: {-one.missing} more token-elements arrived than it published")
         elif one.missing > 0 and one.left and not one.bus_lost:
-            found.append(f"{who}: {one.missing} token-elements published and neither merged nor rejected nor pending")
+            found.append(f"{who}: {one.missing} token-elements published, but neither merged nor rejected nor pending")
     return found
 
 

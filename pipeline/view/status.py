@@ -337,17 +337,19 @@ def build_status(
         warnings.insert(0, f"quorum {quorum} > {live} live")
     goes_on = state is None or state.phase is not Phase.FINISHED
     if goes_on and takes_writes and syncers is not None and not syncers and present:
-        warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
+        warnings.append("the run has no syncer, so nothing is merged: start `diloco syncer` for this run")
     strayed = trouble.strays(syncers, holders) if goes_on else ""
     warnings += [strayed] if strayed else []
     if state is not None and state.set_aside and goes_on:
-        warnings.append(f"{state.set_aside} tokens do not count for the budget: their learners' deltas are not finite")
+        warnings.append(
+            f"{state.set_aside} tokens do not count towards the budget: their learners' deltas are not finite"
+        )
     warnings += [state.problem] if state is not None and state.problem else []
     warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
     suspected = sorted(names_here & {learner for head in present for learner in head.window.suspected})
     if suspected and goes_on:
-        why = "their last deltas were refused, late, or missing"
-        warnings.append(f"not waited for, because {why}: {', '.join(suspected)}")
+        why = "their last deltas were refused, late or missing"
+        warnings.append(f"merges do not wait for {', '.join(suspected)}, because {why}")
     room = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):
         paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]

@@ -55,7 +55,7 @@ def changed(told: Told, now_s: float) -> str:
     often = "once" if times == 1 else f"{times} times"
     return (
         f"Redis failed over or was restarted {often} in the last hour, last {duration(last_s)} ago: the last writes "
-        "before it may be lost (`primary_moved` in logs says which server came)"
+        "before that may be lost (`primary_moved` in the logs shows which server took over)"
     )
 
 
@@ -71,10 +71,10 @@ def crowded(reports: Sequence[SeenReport]) -> list[str]:
         each = max(1, cores // len(here))
         if threads > cores and len(here) > 1 and any(seen.report.threads[0] > each for seen in here):
             found.append(
-                f"the {len(here)} learners on {host} have {threads} threads on {cores} cores, and stall each other: "
-                f"start each with --threads {each} (in a loop of your own: OMP_NUM_THREADS={each})"
+                f"the {len(here)} learners on {host} have {threads} threads on {cores} cores, and slow each other "
+                f"down: start each with --threads {each} (in your own loop: OMP_NUM_THREADS={each})"
             )
-    return found if len(found) <= 3 else [*found[:3], f"the same on {len(found) - 3} more machines"]
+    return found if len(found) <= 3 else [*found[:3], f"the same is true of {len(found) - 3} more machines"]
 
 
 def without_scripts(learners: Iterable[str]) -> str:
@@ -84,8 +84,7 @@ def without_scripts(learners: Iterable[str]) -> str:
         return ""
     named = ", ".join(names[:5]) + " ..." * (len(names) > 5)
     return (
-        f"Redis lacks scripts that {named} needs, so what is trained there may not be merged: start a syncer, which "
-        "loads them"
+        f"Redis lacks scripts that {named} needs, so what it trains may not be merged: start a syncer, which loads them"
     )
 
 
@@ -99,7 +98,7 @@ def awaited(
     if not takes_writes and (state is None or state.phase is not Phase.FINISHED):
         return f"{AWAITED} Redis, which refuses all writes"
     if state is None:
-        return f"{AWAITED} the first learner" if spec is None else f"{AWAITED} a syncer; a learner is here"
+        return f"{AWAITED} the first learner" if spec is None else f"{AWAITED} a syncer; a learner has joined"
     abandoned = state.phase is Phase.RUNNING and syncers is not None and not syncers and not live
     return f"{AWAITED} a syncer and learners" if abandoned else ""
 
@@ -111,8 +110,8 @@ def strays(syncers: Mapping[str, str] | None, holders: Sequence[str | None]) -> 
         return ""
     named = ", ".join(map(str, found))
     return (
-        f"the lease of fragments {named} is held under {next(iter(found.values()))!r:.40}, by no syncer that is here: "
-        "nothing is merged there until a syncer takes it over, which it does within two leases"
+        f"the lease of fragments {named} is held under {next(iter(found.values()))!r:.40}, which is none of the run's "
+        "syncers: these fragments are not merged until a syncer takes them over, which happens within two leases"
     )
 
 
@@ -122,8 +121,8 @@ def unreachable(away: Iterable[int]) -> str:
     if not named:
         return ""
     return (
-        f"the server of fragments {named} does not answer, so nothing is merged there until it is back or a replica "
-        "has its place; as far as is known nothing of them is lost, but their figures here are old or missing"
+        f"the server of fragments {named} does not answer, so they are not merged until it is back or a replica "
+        "replaces it; as far as is known, none of their data is lost, but their figures here are old or missing"
     )
 
 
@@ -145,6 +144,7 @@ def gone(
         return ""
     what = f"the heads of fragments {', '.join(missing)} are" if spec is not None else "the run's spec is"
     return (
-        f"{what} not on the bus, so nothing is merged there: a syncer that served the run puts back what it knows, its "
-        "learners what they have adopted. If that takes longer than a minute, check that `diloco syncer` runs"
+        f"{what} not on the bus, so nothing is merged there: a syncer that served the run restores what it has in "
+        "memory, and learners restore what they have adopted. If that takes longer than a minute, check that `diloco "
+        "syncer` is running"
     )

@@ -64,7 +64,7 @@ async def test_a_kill_is_seen_as_a_gap_in_the_lane(page: Tab) -> None:
         await second.kill()
         await page.until(f"({GONE_PIXEL})(1)")
         assert await page.value(f"({GONE_PIXEL})(0)") is False
-        await page.until("document.getElementById('sentence').textContent.startsWith('The run goes on without l1')")
+        await page.until("document.getElementById('sentence').textContent.startsWith('The run continues without l1')")
         await page.until("document.getElementById('events').textContent.includes('l1 went silent')")
         second = VirtualLearner("l1", world, 0.1, "f" * 16).start()
         await page.until("diloco.model.learners.get('l1').lives === 2 && diloco.model.learners.get('l1').does & 1")

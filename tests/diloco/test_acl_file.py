@@ -151,7 +151,7 @@ async def test_a_server_takes_the_file_and_knows_its_users(redis_7: Path, tmp_pa
     with EmbeddedRedis(port=0, users=tmp_path / "users.acl", binary=redis_7) as server:
         with redis_py.Redis(port=server.port, protocol=2, username="health", password="") as stranger:
             assert stranger.ping()
-        with pytest.raises(UsageError, match="asks for a login; set user and password in DILOCO_REDIS_URL"):
+        with pytest.raises(UsageError, match="requires a login; set user and password in DILOCO_REDIS_URL"):
             await connect(f"redis://127.0.0.1:{server.port}", "r")
         syncer, learner = [
             await connect(f"redis://{user}:{passwords[variable(user)]}@127.0.0.1:{server.port}", "r")

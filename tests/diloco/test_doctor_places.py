@@ -60,7 +60,7 @@ def test_a_store_that_cannot_be_written_is_named_and_does_not_count_as_checkpoin
     assert found["disk of checkpoint-dir"].found.startswith(f"{place} ")
     assert any(why in found["disk of checkpoint-dir"].found for why in ("s3fs", "the store cannot be reached"))
     assert found["persistence"].level == "warning"
-    assert "checkpoints are kept" not in found["persistence"].found
+    assert "checkpoints are saved" not in found["persistence"].found
 
 
 @pytest.mark.redis

@@ -338,6 +338,6 @@ def test_a_tensor_of_another_size_than_its_shape_has_is_refused(tmp_path: Path, 
     for name, kind in (("known", dtype), ("new", "F5")):
         header = json.dumps({"a": entry | {"dtype": kind, "shape": shape if kind == dtype else [5]}}).encode()
         (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    with pytest.raises(UsageError, match=f"known cannot be read .*16 bytes are not a tensor {dtype}"):
+    with pytest.raises(UsageError, match=f"known cannot be read .*16 bytes do not make a tensor {dtype}"):
         read_tensors(tmp_path / "known")
     assert read_tensors(tmp_path / "new")["a"].nbytes == 16

@@ -39,9 +39,9 @@ def theirs(tmp_path: Path) -> Callable[[Path, int], Path]:
 
 
 def told(path: Path, there: Path, said: str) -> bool:
-    """Whether it is said who may not use a path, since what is there is another user's, and what to do."""
+    """Whether it is said who has no permission to use a path, since what is there is another user's, and what to do."""
     return (
-        f"({os.geteuid()}) may not use {path}: {there} is " in said
+        f"({os.geteuid()}) has no permission to use {path}: {there} is " in said
         and (f"chown -R {os.geteuid()} {there}" if ROOT else f"chmod u+rwX {there}") in said
         and said.rstrip().endswith("or name another place")
     )
@@ -121,5 +121,5 @@ def test_a_run_whose_files_this_user_cannot_read_is_refused(
     done = started("-m", "diloco", *command.split(), str(folder))
     assert done.returncode == 2
     (said,) = done.stderr.splitlines()
-    assert f" may not use {folder}" in said
+    assert f" has no permission to use {folder}" in said
     assert f": {folder} is d" in said

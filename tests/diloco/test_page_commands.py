@@ -82,7 +82,7 @@ def test_a_page_is_made_of_a_tape(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.splitlines()[-1] == page.as_uri()
     told = model_in(page)
     assert told["sentence"]["text"] == (  # type: ignore[index]
-        "According to its tape the run made 3 merges of 1 learner in 0:20: 1500 tokens merged, 0 rejected."
+        "According to its tape, the run made 3 merges of 1 learner in 0:20: 1500 tokens merged, 0 rejected."
     )
     assert list(told["learners"]) == ["anna"]  # type: ignore[call-overload]
 
@@ -306,7 +306,7 @@ def test_a_page_beside_any_run(redis_server: str) -> None:
         lines = lines_of(address, "/page/events", 3)
         assert lines[1] == "event: snapshot\n"
         said = json.loads(lines[2].removeprefix("data: "))["sentence"]
-        assert said["text"] == "The run has not begun: no learner has joined, no syncer is here either."
+        assert said["text"] == "The run has not started: no learner has joined, and there is no syncer."
         assert said["command"] == f"{sys.executable} -m diloco learner --run beside --redis-url {redis_server}"
         assert 'diloco_run_phase{phase="finished",run="beside"} 0.0\n' in lines_of(address, "/metrics", 1000)
         process.send_signal(signal.SIGINT)

@@ -72,7 +72,7 @@ def test_one_file_of_settings_does_for_all_parties_of_a_run() -> None:
     ("arguments", "told"),
     [
         (["run", "--model", "huge"], ["model='huge'", "large (100.5M)", "hf:FOLDER"]),
-        (["run", "--model", "larg"], ["is 'large' meant?"]),
+        (["run", "--model", "larg"], ["did you mean 'large'?"]),
         (["demo", "--model", "huge"], ["model='huge'", "large (100.5M)"]),
         (["learner", "--model", "huge", *NOWHERE], ["model='huge'", "large (100.5M)"]),
         (["learner", "--data", "nosuch", *NOWHERE], ["data='nosuch'", "no such file"]),
@@ -109,7 +109,7 @@ def test_a_token_that_is_too_short_is_told_the_least_length(
         (["run", "--lr", "high"], "lr='high': not a number (allowed: more than 0)"),
         (["run", "--lr", "nan"], "lr='nan': not a finite number (allowed: more than 0)"),
         (["run", "--pace", "2 weeks"], "pace='2 weeks': not a number, such as 200ms, 10s or 5m (allowed: at least 0)"),
-        (["run", "--method", "magic"], "method='magic': no such choice (allowed: one of decoupled, paper, "),
+        (["run", "--method", "magic"], "method='magic': not a valid choice (allowed: one of decoupled, paper, "),
         (["run", "--lease-s", "1e300"], "lease_s='1e300': too large (allowed: more than 0.1, at most 3600)"),
         *((["plan", "--link", given], "5Gbps or 800Mbit/s") for given in ("fast", "5 Gbyte/s")),
         (["plan", "--link", "5"], "at least 1k"),

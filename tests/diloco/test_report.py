@@ -130,7 +130,7 @@ def test_rounds_longer_than_asked_for_are_in_the_report():
     assert built["interval"] == {"asked": 24, "median": 35, "longest": 400}
     assert "rounds take" not in summary(built)
     built = build(outcome(asked_interval=23, records=merges))
-    assert "warning: rounds take 35 inner steps, 23 were asked for" in summary(built)
+    assert "warning: rounds take 35 inner steps instead of 23" in summary(built)
 
 
 def test_the_merged_share_is_of_the_whole_run_and_of_its_last_five_minutes():

@@ -99,7 +99,9 @@ def test_a_run_of_another_wire_format_is_told_of_with_both_numbers_and_what_work
     theirs = msgpack.packb({**samples.spec().model_dump(), "format": FORMAT + 1, "of_that_build": 1})
     held.on(lambda bus: bus.propose_spec(theirs))
     both = f"wire format {FORMAT + 1}, this build speaks {FORMAT} (`diloco --version`)"
-    does = f"; take a build that speaks {FORMAT + 1}, or stop all parties, update them, and go on from the run's checkp"
+    does = (
+        f"; use a build that speaks {FORMAT + 1}, or stop all parties, update them, and continue from the run's checkp"
+    )
     assert rows(held, capsys)[held.name]["reason"].startswith(both + does)
     assert held.diloco("runs") == 0
     assert f"run {held.name!r} is unreadable: {both}{does}" in capsys.readouterr().out

@@ -460,9 +460,9 @@ async def test_learners_wait_for_a_syncer_to_load_the_scripts(server: Server) ->
     """They may not send scripts, so after a restart of the server they wait for a party that does."""
     server.admin.script_flush()
     learner = await server.bus("learner-l0")
-    with pytest.raises(BusUnavailable, match="if none is there, start one"):
+    with pytest.raises(BusUnavailable, match="if no syncer is running, start one"):
         await learner.write_report(samples.report())
-    with pytest.raises(BusUnavailable, match="if none is there, start one"):
+    with pytest.raises(BusUnavailable, match="if no syncer is running, start one"):
         await learner.write_chunks(server.keys.delta_payload(0, "l0", "0" * 8, 0), 0, [b"x"], 60)
     syncer = await server.bus("syncer")
     assert await learner.write_report(samples.report()) is None

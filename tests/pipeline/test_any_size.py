@@ -173,7 +173,7 @@ async def test_headers_of_any_size_are_refused_as_such_and_hide_no_others(
     assert [one.entry_id for one in found if one.header] == entries
     refused = {one.entry_id: one.problem for one in found if not one.header}
     assert len(refused) == 6
-    assert all("over the limit of 4096" in refused[offer_id("l0", at)] for at in large)
+    assert all("exceeds the limit of 4096" in refused[offer_id("l0", at)] for at in large)
 
 
 async def test_reports_of_any_size_hide_no_others_and_go(

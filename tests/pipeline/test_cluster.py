@@ -261,7 +261,7 @@ async def test_a_login_that_a_node_that_came_later_refuses_is_no_reason_to_end()
         pass
 
     class Moving(ClusterNodes):
-        async def look(self) -> None:
+        async def refresh(self) -> None:
             self.there = [came]
 
         def all(self) -> list[HostPort | None]:
@@ -274,8 +274,8 @@ async def test_a_login_that_a_node_that_came_later_refuses_is_no_reason_to_end()
     await asyncio.sleep(0.05)
     told = lanes.translate(refused, came)
     assert isinstance(told, BusUnavailable)
-    assert "10.0.0.9:7000 is there since a failover" in str(told)
-    assert "give it the users' file" in str(told)
+    assert "10.0.0.9:7000 has been the server since a failover" in str(told)
+    assert "give it the same users' file" in str(told)
     assert "secret" not in str(told)
     assert isinstance(lanes.translate(refused, first), UsageError)
     async with lanes.call("control", 1.0, came):
@@ -297,7 +297,7 @@ async def test_a_cluster_that_nobody_has_made_is_said_to_be_so(tmp_path: Path) -
         while True:
             with pytest.raises(BusUnavailable) as told:
                 await connect(f"redis://127.0.0.1:{address[1]}", "r")
-            if "serves no slot: it is not made yet" in str(told.value):
+            if "serves no slots: it has not been created yet" in str(told.value):
                 break
             assert time.monotonic() < deadline, told.value
             await asyncio.sleep(0.05)

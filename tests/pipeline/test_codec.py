@@ -193,7 +193,7 @@ def test_an_incomplete_payload_has_no_array():
 def test_chunks_out_of_order_are_refused(order):
     """Missing, repeated, and more than there should be."""
     chunks = list(encode_chunks(ARRAY, CHUNK_BYTES))
-    with pytest.raises(BadPayload, match="was due"):
+    with pytest.raises(BadPayload, match="was expected"):
         read(chunks[i] for i in order)
 
 
@@ -223,7 +223,7 @@ def test_corruption_is_found_at_every_position():
 def test_a_chunk_exchanged_between_payloads_fails_the_digest_over_all():
     """Each chunk sound in itself, but not of this payload."""
     one, other = list(encode_chunks(ARRAY, CHUNK_BYTES)), list(encode_chunks(ARRAY + 1, CHUNK_BYTES))
-    with pytest.raises(BadPayload, match="over all chunks"):
+    with pytest.raises(BadPayload, match="of all its chunks"):
         read([one[0], other[1], *one[2:]])
 
 
@@ -232,7 +232,7 @@ def test_the_total_stands_on_the_last_chunk():
     chunks = [decode(Chunk, c) for c in encode_chunks(ARRAY, CHUNK_BYTES)]
     assert [c.total is None for c in chunks] == [True, True, True, False]
     chunks[-1] = chunks[-1].model_copy(update={"total": None})
-    with pytest.raises(BadPayload, match="over all chunks"):
+    with pytest.raises(BadPayload, match="of all its chunks"):
         read(map(encode, chunks))
 
 

@@ -483,6 +483,6 @@ async def test_a_commit_that_contradicts_itself_never_reaches_the_server(
 async def test_a_commit_that_deletes_what_it_names_never_reaches_the_server(bus: Bus, backdoor: Backdoor) -> None:
     commit = await commit_on(bus, await first_head(bus))
     before = backdoor.dump()
-    with pytest.raises(ValueError, match="both names and deletes"):
+    with pytest.raises(ValueError, match="both uses and deletes"):
         await bus.commit(replace(commit, retired=(commit.published.payload.key,)))
     assert backdoor.dump() == before

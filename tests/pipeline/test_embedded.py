@@ -109,7 +109,7 @@ async def test_others_join_over_a_port_with_the_password(redis_binary: Path | No
         with pytest.raises(UsageError, match="refuses the login") as refused:
             await connect(f"redis://:hunter2@127.0.0.1:{server.port}", "r")
         assert "hunter2" not in str(refused.value)
-        with pytest.raises(UsageError, match="asks for a login"):
+        with pytest.raises(UsageError, match="requires a login"):
             await connect(server.url, "r")
 
 
@@ -117,7 +117,7 @@ def test_a_server_that_does_not_start_shows_its_last_lines(tmp_path: Path) -> No
     broken = tmp_path / "redis-server"
     broken.write_text("#!/bin/sh\necho 'no such module'\nexit 3\n")
     broken.chmod(0o755)
-    with pytest.raises(UsageError, match=r"(?s)ended with code 3.*no such module"):
+    with pytest.raises(UsageError, match=r"(?s)exited with code 3.*no such module"):
         EmbeddedRedis(binary=broken).__enter__()
 
 

@@ -184,7 +184,7 @@ async def test_a_primary_without_replicas_refuses_writes_and_says_so(sentinels: 
     assert any("refuses all writes: no replica is connected to it" in one for one in info.warnings)
     status = await read_status(bus, LoopClock())
     assert (status["phase"], status["reason"]) == ("waiting", "waiting for Redis, which refuses all writes")
-    assert not any("no syncer is here" in warning or "quorum" in warning for warning in status["warnings"])
+    assert not any("the run has no syncer" in warning or "quorum" in warning for warning in status["warnings"])
     sentinels.start("redis-1" if primary != "redis-1" else "redis-0")
     await until_answered(lambda: bus.acquire_lease(0, A, 60))
     assert (await bus.info()).takes_writes
@@ -233,9 +233,9 @@ async def test_each_way_in_which_sentinels_do_not_help_is_said(kept: SentinelSer
     url = kept.url.replace("://", "://me:secret@")
     server, sentinel = kept.nodes["redis-0"].address[1], kept.nodes["sentinel-0"].address[1]
     nobody = "redis+sentinel://me:secret@127.0.0.1:1,127.0.0.1:2/diloco"
-    assert "know no service 'other'" in await said(url.replace("/diloco", "/other"), UsageError)
+    assert "do not know service 'other'" in await said(url.replace("/diloco", "/other"), UsageError)
     assert "no sentinel of diloco of sentinels 127.0.0.1:1,127.0.0.1:2 answers" in await said(nobody, BusUnavailable)
-    assert "is no sentinel" in await said(f"redis+sentinel://me:secret@127.0.0.1:{server}/diloco", UsageError)
+    assert "is not a sentinel" in await said(f"redis+sentinel://me:secret@127.0.0.1:{server}/diloco", UsageError)
     assert "is a sentinel" in await said(f"redis://127.0.0.1:{sentinel}", UsageError)
     assert "refuses the login of user 'me'" in await said(url, UsageError)
     assert "sentinel_username" in await said(url + "?sentinel_password=secret", UsageError)
@@ -319,12 +319,12 @@ BLIND = "s_down,master,disconnected"
         ((told(2), OSError("away"), OSError("away")), 2),
         ((told(2), told(2, BLIND), OSError("away")), 2),
         ((told(2), told(2, BLIND), DOWN), 2),
-        ((told(2, BLIND), told(2, BLIND), told(3, epoch=999_999)), "no sentinel .* reaches the primary 127.0.0.1:2"),
-        ((told(2, BLIND), told(2, BLIND), told(2, BLIND)), "no sentinel .* reaches the primary 127.0.0.1:2"),
+        ((told(2, BLIND), told(2, BLIND), told(3, epoch=999_999)), "no sentinel .* can reach the primary 127.0.0.1:2"),
+        ((told(2, BLIND), told(2, BLIND), told(2, BLIND)), "no sentinel .* can reach the primary 127.0.0.1:2"),
         ((told(2), DOWN, OSError("away")), "do not agree on who is primary"),
         ((DOWN, DOWN, told(3, epoch=999_999)), "has no primary now"),
         ((told(2), told(3, epoch=999_999), OSError("away")), "do not agree on who is primary"),
-        (("OK", "OK", []), "is no sentinel"),
+        (("OK", "OK", []), "is not a sentinel"),
     ],
 )
 async def test_what_most_sentinels_say_that_answer_counts(
@@ -362,13 +362,13 @@ async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pyt
     url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in answers)}/diloco"
     unwell = await unwell_sentinels(url)
     assert [one.removeprefix("127.0.0.1:") for one in unwell] == [
-        "2 does not reach the primary, or is refused there (auth-pass)",
-        "3 takes 127.0.0.1:4 for the primary",
-        "4 takes the primary for dead",
+        "2 cannot reach the primary, or is refused by it (auth-pass)",
+        "3 considers 127.0.0.1:4 the primary",
+        "4 considers the primary dead",
         "5 does not answer",
         "6 does not answer as a sentinel",
         "9 refuses the connection, or its login",
-        "10 knows no service 'diloco'",
+        "10 does not know service 'diloco'",
     ]
     (found,) = checks.sentinels(unwell)
     assert found.level == "warning"
@@ -418,7 +418,7 @@ async def test_a_primary_that_wants_tls_is_not_waited_for(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(SentinelNodes, "_ask", ask)
     url = "redis+sentinel://127.0.0.1:1/diloco"
-    assert "perhaps it wants TLS" in await said(url, BusUnavailable)
+    assert "it may require TLS" in await said(url, BusUnavailable)
     assert asked == [port]
     server.close()
 

@@ -105,6 +105,6 @@ async def test_what_does_not_fit_is_said_and_nobody_gets_the_password(
 async def test_tls_to_servers_without_it_says_so(kind: str, authority: Authority) -> None:
     with KINDS[kind](password=SECRET) as servers:
         url = url_of(servers, authority).replace("redis", "rediss", 1)
-        with pytest.raises(DilocoError, match="no TLS is spoken there") as refused:
+        with pytest.raises(DilocoError, match="it does not speak TLS") as refused:
             await connect(url, "r")
         assert SECRET not in str(refused.value)

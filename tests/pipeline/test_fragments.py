@@ -96,5 +96,5 @@ def test_the_digest_tells_layouts_apart():
 def test_a_spec_whose_matrix_has_no_rows_and_columns_is_refused(shape):
     """A spec is a peer's word: its owner would fail at every merge."""
     tensors = (samples.tensor("a", shape).model_copy(update={"matrix": True}), samples.tensor("b", (4,), 1))
-    with pytest.raises(ValidationError, match="no rows and columns"):
+    with pytest.raises(ValidationError, match="must have rows and columns"):
         samples.spec(tensors=tensors)

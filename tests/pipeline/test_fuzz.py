@@ -100,9 +100,9 @@ def test_a_header_alone_takes_no_memory_for_its_payload() -> None:
 def test_no_message_is_larger_than_its_kind_may_be() -> None:
     """A caller's own limit can only be lower."""
     assert DeltaHeader.max_bytes < LearnerReport.max_bytes
-    with pytest.raises(BadMessage, match="over the limit of 4096"):
+    with pytest.raises(BadMessage, match="exceeds the limit of 4096"):
         decode(DeltaHeader, b"\xc0" * 5000, limit=10**6)
-    with pytest.raises(BadPayload, match="over the limit"):
+    with pytest.raises(BadPayload, match="exceeds the limit"):
         PayloadReader(10, "fp32", 1024).feed(b"\xc0" * 2000)
 
 
@@ -110,7 +110,7 @@ def test_a_spec_that_could_not_be_sent_is_refused() -> None:
     """Fragments of more chunks than a payload may have, told before anybody makes room for them."""
     raw = samples.spec().model_dump()
     raw["tensors"][0]["shape"] = (2**40, 2**20)
-    with pytest.raises(BadMessage, match=f"over {MAX_CHUNKS} chunks of 1024 bytes"):
+    with pytest.raises(BadMessage, match=f"more than {MAX_CHUNKS} chunks of 1024 bytes"):
         decode(Spec, fuzz.msgpack.packb(raw))
 
 

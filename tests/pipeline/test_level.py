@@ -162,11 +162,11 @@ def part(rows: Any, fragment: int = 0, **given: Any) -> TensorSpec:
 @pytest.mark.parametrize(
     ("parts", "told"),
     [
-        ([part((0, 4)), part((5, 10), 1)], r"rows \[5, 10\) are not the next of its 10"),
-        ([part((0, 4)), part((3, 10), 1)], r"rows \[3, 10\) are not the next"),
-        ([part((4, 10)), part((0, 4), 1)], r"rows \[4, 10\) are not the next"),
-        ([part((0, 4)), part((4, 11), 1)], r"rows \[4, 11\) are not the next"),
-        ([part((0, 4)), part((4, 4)), part((4, 10), 1)], r"rows \[4, 4\) are not the next"),
+        ([part((0, 4)), part((5, 10), 1)], r"rows \[5, 10\) do not follow the previous part's \(it has 10\)"),
+        ([part((0, 4)), part((3, 10), 1)], r"rows \[3, 10\) do not follow the previous part's"),
+        ([part((4, 10)), part((0, 4), 1)], r"rows \[4, 10\) do not follow the previous part's"),
+        ([part((0, 4)), part((4, 11), 1)], r"rows \[4, 11\) do not follow the previous part's"),
+        ([part((0, 4)), part((4, 4)), part((4, 10), 1)], r"rows \[4, 4\) do not follow the previous part's"),
         ([part((0, 4)), part((4, 9), 1)], "its parts end at 9"),
         ([part((0, 4), rule="rda"), part((4, 10), 1, rule="rda")], "not merged by rows"),
         ([part((0, 4), matrix=True), part((4, 10), 1, matrix=True)], "not merged by rows"),

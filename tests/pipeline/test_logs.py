@@ -47,7 +47,7 @@ def test_an_outage_is_said_once_in_ten_seconds_in_each_of_its_wordings(monkeypat
         monkeypatch.setattr(time, "monotonic", partial(float, now_s))
         for task in ("follow", "upload"):
             log.warning("bus_unavailable", error="no answer", task=task)
-        log.warning("bus_full", error="too few replicas answer")
+        log.warning("bus_full", error="too few replicas are connected")
         log.info("fragment_pulled")
     told = [json.loads(line)["event"] for line in stream.getvalue().splitlines()]
     assert told == ["bus_unavailable", "bus_full", *["fragment_pulled"] * 3, *told[:2], "fragment_pulled"]

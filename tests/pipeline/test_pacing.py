@@ -20,8 +20,8 @@ def test_it_is_said_when_a_merge_takes_longer_than_a_third_of_a_round():
     assert said(0.12, 0.13) is None
     text = said(0.1, 1.2, 0.9)
     assert "2 of 3 fragments" in text
-    assert "fragment 1 1.2 s, its round of 4 steps 0.4 s, room 0.1 s" in text
-    assert "train longer between two syncs" in text
+    assert "fragment 1 takes 1.2 s; it has 0.1 s of a 0.4 s round of 4 steps" in text
+    assert "learners now train longer between syncs" in text
 
 
 def test_the_share_of_the_worst_merge_is_above_1_as_soon_as_it_is_said():
@@ -51,9 +51,9 @@ def test_what_the_outer_step_should_take_is_said_before_the_first_merge():
         return found and found.found
 
     assert reckoned(0.1, 0.13) is None
-    assert "fragment 1 0.2 s, outer step 0.2 s" in reckoned(0.1, 0.2)
+    assert "fragment 1 takes 0.2 s, 0.2 s of it the outer step" in reckoned(0.1, 0.2)
     assert reckoned(0.1, 0.1, 0.1, 0.1, 0.1, together_s=0.5) is None
-    assert "5 of 5 fragments; fragment 4 0.2 s" in reckoned(0.1, 0.1, 0.1, 0.1, 0.1, together_s=0.6)
+    assert "5 of 5 fragments; fragment 4 takes 0.2 s" in reckoned(0.1, 0.1, 0.1, 0.1, 0.1, together_s=0.6)
 
 
 def test_what_steps_took_counts_as_soon_as_two_are_made():
@@ -79,7 +79,7 @@ def test_the_room_of_an_outer_step_is_that_of_the_full_interval():
 def test_rounds_are_long_from_half_as_much_again() -> None:
     assert long_rounds(24, []) is None
     assert long_rounds(24, [24, 36]) is None
-    assert "rounds take 37 inner steps, 24 were asked for" in long_rounds(24, [24, 37])
+    assert "rounds take 37 inner steps instead of 24" in long_rounds(24, [24, 37])
 
 
 def test_a_round_is_the_interval_in_force_of_the_median_learner():
@@ -115,7 +115,7 @@ def test_two_things_are_advised_at_most_and_the_cheapest_first():
     """Threads cost no quality. Nesterov's step costs less than a round of twice the length."""
     found = helps(1.5)
     assert len(found) == 2
-    assert "on 2 of its cores" in found[0]
+    assert "on 2 of its otherwise idle cores" in found[0]
     assert "--outer nesterov" in found[1]
     slower = helps(1.5, at_once=1)
     assert "--outer nesterov" in slower[0]

@@ -176,7 +176,7 @@ async def test_a_kill_is_a_gap_in_the_lane_within_two_seconds() -> None:
         assert [(one["what"], one["who"]) for one in model["marks"] if one["what"] == "went silent"] == [
             ("went silent", "l1")
         ]
-        assert model["sentence"]["text"].startswith("The run goes on without l1")
+        assert model["sentence"]["text"].startswith("The run continues without l1")
         second = VirtualLearner("l1", world, 0.1, "f" * 16).start()
         await asyncio.sleep(10)
         model = collector.model.snapshot()
@@ -295,7 +295,7 @@ async def test_who_comes_late_sees_the_run_from_its_first_second() -> None:
     assert seconds(came["coarse"], "L/l1", Of.GONE) == pytest.approx(30, abs=4)
     assert seconds(came["coarse"], "L/l0", Of.TRAINING) == pytest.approx(150, abs=4)
     assert came["learners"]["l1"]["lives"] == 2
-    assert any("are known only since this page" in note for note in came["notes"])
+    assert any("are known only from when this page" in note for note in came["notes"])
     running.cancel()
     await end(first, second)
 
@@ -317,7 +317,7 @@ async def test_a_window_that_was_open_before_anybody_looked_is_open_since_then()
     model = collector.model.snapshot()
     assert model["fragments"]["0"]["state"] == "collecting"
     assert seconds(model["coarse"], "F/0", In.COLLECTING) >= 50
-    assert model["sentence"]["text"].startswith("Nothing can be merged: a merge needs 2 learners, and 1 is live")
+    assert model["sentence"]["text"].startswith("Nothing can be merged: a merge needs 2 learners, but 1 is live")
     await end(first, second)
 
 
@@ -330,7 +330,7 @@ async def test_a_tape_that_was_trimmed_is_said() -> None:
     collector = collector_of(world)
     await collector.poll()
     model = collector.model.snapshot()
-    assert any("Earlier ones count in the sums" in note for note in model["notes"])
+    assert any("Earlier merges count in the totals" in note for note in model["notes"])
     merged = [one for one in model["coarse"]["series"]["merged"] if one is not None]
     assert merged[-1] == model["totals"]["merged_tokens"]
     assert merged[0] > 0.4 * merged[-1]

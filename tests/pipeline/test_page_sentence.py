@@ -62,9 +62,9 @@ def test_a_redis_that_does_not_answer() -> None:
     said = verdict(status(TWO), Beside(away_s=12.0, away="BusUnavailable: refused"))
     assert said["level"] == "bad"
     assert said["text"] == (
-        "Redis has not answered for 12 s (BusUnavailable: refused): learners train on, nothing is merged."
+        "Redis has not answered for 12 s (BusUnavailable: refused): learners continue to train, but nothing is merged."
     )
-    assert "See that Redis runs" in said["do"]
+    assert "Check that Redis is running" in said["do"]
     assert verdict(status(TWO), Beside(away_s=1.0, away="x"))["level"] == "well"
 
 
@@ -79,15 +79,15 @@ def test_a_redis_that_answers_what_nobody_can_read() -> None:
 
 
 def test_nothing_was_read_yet() -> None:
-    assert verdict(None, Beside())["text"] == "Nothing is known of the run yet."
+    assert verdict(None, Beside())["text"] == "Nothing is known about the run yet."
     assert verdict(None, Beside(away="BusUnavailable: refused"))["level"] == "bad"
 
 
-@pytest.mark.parametrize(("syncers", "where"), [(("s",), "a syncer waits"), ((), "no syncer is here either")])
+@pytest.mark.parametrize(("syncers", "where"), [(("s",), "and a syncer is waiting"), ((), "and there is no syncer")])
 def test_a_run_that_nobody_has_joined(syncers: Sequence[str], where: str) -> None:
     found = build_status("my-run", None, None, [], [], None, [], NOW_S, 5.0, dict.fromkeys(syncers, "s"))
     said = verdict(found, Beside())
-    assert said["text"] == f"The run has not begun: no learner has joined, {where}."
+    assert said["text"] == f"The run has not started: no learner has joined, {where}."
     assert asked(said) == ("Start one:", "diloco learner --run my-run")
 
 
@@ -95,10 +95,13 @@ def test_learners_that_wait_for_a_syncer() -> None:
     seen = samples.seen("l0", tokens=0, step=0, versions=())
     found = build_status("my-run", samples.spec(), None, [seen], [None, None], None, [], NOW_S, 5.0, {})
     said = verdict(found, Beside())
-    assert said["text"] == "1 learner waits for a syncer: nothing can be merged without one."
+    assert said["text"] == "1 learner is waiting for a syncer: nothing can be merged without one."
     assert asked(said) == ("Start one:", "diloco syncer --run my-run")
     begins = build_status("my-run", samples.spec(), None, [seen], [None, None], None, [], NOW_S, 5.0, {"0": "s"})
-    assert verdict(begins, Beside())["text"] == "The run begins: its first learner uploads the first parameters."
+    assert (
+        verdict(begins, Beside())["text"]
+        == "The run is starting: its first learner is uploading the initial parameters."
+    )
 
 
 def test_heads_that_redis_has_lost() -> None:
@@ -109,19 +112,19 @@ def test_heads_that_redis_has_lost() -> None:
 
 def test_no_syncer() -> None:
     said = verdict(status(TWO, syncers=()), Beside())
-    assert said["text"] == "Nothing is merged, since no syncer is here; 2 learners train on."
+    assert said["text"] == "Nothing is merged, since the run has no syncer; 2 learners are training."
     assert asked(said) == ("Start one:", "diloco syncer --run my-run")
 
 
 def test_a_run_that_nobody_is_at_work_on() -> None:
     said = verdict(status((), syncers=()), Beside())
-    assert said["text"] == "Nobody is at work on the run: neither a syncer nor a learner is here."
+    assert said["text"] == "The run is idle: it has neither a syncer nor a learner."
     assert asked(said) == ("Start a syncer, then learners:", "diloco syncer --run my-run")
 
 
 def test_a_run_that_comes_to_its_end() -> None:
     said = verdict(status(TWO, samples.run_state(phase=Phase.DRAINING, reason="budget spent")), Beside())
-    assert said["text"] == "The run is ending (budget spent): the last deltas are merged."
+    assert said["text"] == "The run is ending (budget spent): the last deltas are being merged."
 
 
 def test_a_finished_run() -> None:
@@ -159,7 +162,7 @@ def test_a_run_that_was_stopped_before_its_budget(reason: str, budget: int, how:
 
 def test_nobody_is_left() -> None:
     said = verdict(status([samples.seen("l0", age_s=75.0)]), Beside())
-    assert said["text"] == "No learner is left, so nothing is trained: l0 (silent for 1:15)."
+    assert said["text"] == "There are no learners, so nothing is trained: l0 (silent for 1:15)."
     assert asked(said) == ("Start it again:", "diloco learner --run my-run --learner-id l0")
     said = verdict(status([samples.seen("l0", left=True)]), Beside())
     assert "all have left" in said["text"]
@@ -188,10 +191,10 @@ def test_a_quorum_that_cannot_be_met() -> None:
     said = verdict(status(seen, quorum=3), Beside())
     assert said["level"] == "bad"
     assert said["text"] == (
-        "Nothing can be merged: a merge needs 3 learners, and 1 is live; missing: "
+        "Nothing can be merged: a merge needs 3 learners, but 1 is live; missing: "
         "l1 (silent for 20 s), l2 (silent for 20 s), l3 (silent for 20 s) and 2 more."
     )
-    again = "Start them again, each under its name:"
+    again = "Start them again, each under its own name:"
     assert asked(said) == (again, "diloco learner --run my-run --learner-id l1")
     said = verdict(status(seen[:1], quorum=3), Beside())
     assert asked(said) == ("Start 2 more:", "diloco learner --run my-run")
@@ -204,8 +207,8 @@ STUCK = Beside(unmerged_s=90.0)
 def test_deltas_that_are_refused(reason: RefusalReason) -> None:
     """The reason that is most frequent, and what to do about it, in words that do not break off."""
     said = verdict(status(TWO), Beside(unmerged_s=90.0, refused={reason.value: 7, "other": 2}))
-    assert said["text"] == f"Nothing was merged for 1:30: deltas are refused, 7 of them as {reason.value}."
-    remedy = REMEDIES.get(reason.value, "see the reasons in `diloco tape`")
+    assert said["text"] == f"Nothing has been merged for 1:30: deltas are refused, 7 of them as {reason.value}."
+    remedy = REMEDIES.get(reason.value, "see `diloco tape` for the reasons")
     assert said["do"] == f"{remedy[:1].upper()}{remedy[1:]}."
 
 
@@ -213,24 +216,24 @@ def test_deltas_that_are_refused(reason: RefusalReason) -> None:
     ("state", "why"),
     [
         ("merging", "the syncer is merging"),
-        ("uploading", "the syncer waits for uploads"),
+        ("uploading", "the syncer is waiting for uploads"),
         ("grace", "a grace window is open"),
-        ("collecting", "windows wait for more deltas"),
+        ("collecting", "windows are waiting for more deltas"),
     ],
 )
 def test_a_window_that_does_not_come_to_its_end(state: str, why: str) -> None:
     """The window's own reason is said, with what to look at."""
     heads = [samples.head(0), samples.head(1, window=window(state, "1 of 2, waits for l1"))]
     said = verdict(status(TWO, heads=heads), STUCK)
-    assert said["text"] == f"Nothing was merged for 1:30: {why} (fragment 1: 1 of 2, waits for l1)."
+    assert said["text"] == f"Nothing has been merged for 1:30: {why} (fragment 1: 1 of 2, waits for l1)."
     assert said["do"]
 
 
 def test_no_delta_comes() -> None:
     said = verdict(status(TWO), STUCK)
-    assert said["text"] == "Nothing was merged for 1:30: no delta arrives, though 2 learners train."
+    assert said["text"] == "Nothing has been merged for 1:30: no delta arrives, although 2 learners are training."
     still = [samples.seen("l0", step=0)]
-    assert "no learner has made a step yet" in verdict(status(still), STUCK)["text"]
+    assert "no learner has taken a step yet" in verdict(status(still), STUCK)["text"]
 
 
 def test_patience_is_some_rounds_of_the_usual_learner() -> None:
@@ -244,7 +247,7 @@ def test_patience_is_some_rounds_of_the_usual_learner() -> None:
 
 def test_a_redis_that_is_nearly_full() -> None:
     said = verdict(status(TWO), Beside(redis_share=0.93))
-    assert said["text"] == "Redis is 93% full: once it is, nothing can be published or merged."
+    assert said["text"] == "Redis is 93% full: once it is completely full, nothing can be published or merged."
     assert "maxmemory" in said["do"]
     assert verdict(status(TWO), Beside())["level"] == "well"
 
@@ -254,7 +257,7 @@ def test_merges_that_do_not_keep_up() -> None:
     heads = [samples.head(p, version=40, interval=4, window=window("idle", merge_s=60.0)) for p in range(2)]
     said = verdict(status(TWO, heads=heads), Beside())
     assert said["level"] == "note"
-    assert said["text"].startswith("Merges take longer than a round of the learners has room for (2 of 2 fragments")
+    assert said["text"].startswith("Merges are too slow for the learners' rounds (2 of 2 fragments")
 
 
 def test_a_run_that_goes_on_without_a_learner() -> None:
@@ -263,11 +266,11 @@ def test_a_run_that_goes_on_without_a_learner() -> None:
     said = verdict(status(seen), Beside())
     assert said["level"] == "note"
     assert said["text"].startswith(
-        "The run goes on without l2 (silent for 12 s), and nobody waits: 2 learners train at"
+        "The run continues without l2 (silent for 12 s), and no one is waiting: 2 learners train at"
     )
     assert asked(said) == ("Start it again:", "diloco learner --run my-run --learner-id l2")
     said = verdict(status([*seen, samples.seen("l4", age_s=12.0)]), Beside())
-    assert asked(said) == ("Start them again, each under its name:", "diloco learner --run my-run --learner-id l2")
+    assert asked(said) == ("Start them again, each under its own name:", "diloco learner --run my-run --learner-id l2")
 
 
 def test_who_is_started_again_is_started_as_it_was() -> None:
@@ -304,7 +307,7 @@ def test_a_run_that_is_well() -> None:
     }
     new = status(TWO, heads=[samples.head(p) for p in range(2)])
     assert verdict(new, Beside())["text"] == (
-        "The run begins well: 2 learners train at 200 tokens/s; first deltas are on their way."
+        "The run has started well: 2 learners train at 200 tokens/s; the first deltas are on their way."
     )
 
 
@@ -325,8 +328,8 @@ FAR = "diloco learner --run my-run --redis-url redis://10.0.0.5:6379"
         ),
         (
             "unix:///tmp/a folder/redis.sock",
-            " on this page's machine, as its user (from others one can join a run that was started with --redis-port "
-            "or --redis-url)",
+            " on this page's machine, as its user (other machines can join only a run that was started with "
+            "--redis-port or --redis-url)",
             "diloco learner --run my-run --redis-url 'unix:///tmp/a folder/redis.sock'",
         ),
         (

@@ -123,7 +123,7 @@ async def test_a_key_with_what_no_party_writes_is_named_with_what_to_do_about_it
     ):
         with pytest.raises(BadMessage) as told:
             await ask
-        assert f"have it deleted (UNLINK '{key}'): what belongs there is put back" in str(told.value)
+        assert f"delete it (UNLINK '{key}'); the run's parties put the right value back" in str(told.value)
 
 
 @pytest.mark.redis
@@ -167,10 +167,10 @@ def test_each_error_of_the_server_has_one_name_here(error: Exception, kind: type
 @pytest.mark.parametrize(
     ("error", "ours"),
     [
-        (rx.MovedError("3999 10.0.0.2:6379"), "has given a slot to another node"),
+        (rx.MovedError("3999 10.0.0.2:6379"), "has handed a slot to another node"),
         (rx.AskError("3999 10.0.0.2:6379"), "is moving a slot"),
         (rx.MasterDownError("Link with MASTER is down"), "is a replica that has lost its primary"),
-        (rx.ClusterDownError("The cluster is down"), "is of a cluster that is down"),
+        (rx.ClusterDownError("The cluster is down"), "belongs to a cluster that is down"),
     ],
 )
 def test_an_error_that_is_a_kind_of_another_is_told_as_what_it_is(error: Exception, ours: str) -> None:
@@ -184,16 +184,16 @@ def test_an_error_that_is_a_kind_of_another_is_told_as_what_it_is(error: Excepti
         (
             "NOAUTH Authentication required.",
             LoginRefused,
-            "asks for a login; set user and password in DILOCO_REDIS_URL",
+            "requires a login; set user and password in DILOCO_REDIS_URL",
         ),
         ("WRONGPASS invalid username-password pair", LoginRefused, "refuses the login of user 'syncer': name or"),
         ("OOM command not allowed when used memory > 'maxmemory'.", BusFull, "its memory is full; raise its maxmemory"),
-        ("MISCONF Redis is configured to save RDB snapshots", BusFull, "it cannot write to its disk; free space"),
+        ("MISCONF Redis is configured to save RDB snapshots", BusFull, "it cannot write to its disk; free disk space"),
         ("NOPERM No permissions to access a key", NotPermitted, "does not let user 'syncer' do that in run 'r' (key "),
         ("NOPERM this user has no permissions to run the 'script|load' command", NotPermitted, "send SCRIPT LOAD in"),
-        ("READONLY You can't write against a read only replica.", BusUnavailable, "is a replica now"),
-        ("LOADING Redis is loading the dataset in memory", BusUnavailable, "is reading its data"),
-        ("CLUSTERDOWN The cluster is down", BusUnavailable, "a cluster that is down; start its node that is gone"),
+        ("READONLY You can't write against a read only replica.", BusUnavailable, "is now a replica"),
+        ("LOADING Redis is loading the dataset in memory", BusUnavailable, "is loading its data"),
+        ("CLUSTERDOWN The cluster is down", BusUnavailable, "a cluster that is down; start the node that is down"),
     ],
 )
 def test_our_words_come_first_and_the_servers_last_in_brackets(said: str, kind: type[DilocoError], ours: str) -> None:
@@ -212,9 +212,15 @@ def test_our_words_come_first_and_the_servers_last_in_brackets(said: str, kind: 
 @pytest.mark.parametrize(
     ("said", "ours"),
     [
-        ("IP address mismatch, certificate is not valid for '10.0.0.7'.", "is for another name; name it in DILOCO_"),
-        ("Hostname mismatch, certificate is not valid for 'h'.", "is for another name; name it in DILOCO_REDIS_URL as"),
-        ("self-signed certificate", "is not to be trusted; set DILOCO_REDIS_CA"),
+        (
+            "IP address mismatch, certificate is not valid for '10.0.0.7'.",
+            "is for a different host name; use the certificate's host name",
+        ),
+        (
+            "Hostname mismatch, certificate is not valid for 'h'.",
+            "is for a different host name; use the certificate's host name in DILOCO_REDIS_URL",
+        ),
+        ("self-signed certificate", "is not trusted; set DILOCO_REDIS_CA"),
     ],
 )
 def test_a_certificate_is_refused_with_what_is_wrong_with_it(said: str, ours: str) -> None:
@@ -240,7 +246,7 @@ def test_a_certificate_that_has_expired_is_an_outage_until_it_is_renewed(said: s
 
 def test_that_this_process_may_open_no_more_files_is_not_said_of_the_server() -> None:
     error = rx.ConnectionError("Error 24 connecting to 10.0.0.7:6379. Too many open files.")
-    assert "this process can open no more connections" in str(translate(error, "host:1"))
+    assert "this process cannot open more connections" in str(translate(error, "host:1"))
 
 
 def test_tls_verifies_the_certificate_and_the_name_unless_told_otherwise() -> None:

@@ -27,7 +27,7 @@ from tests import HANGING_S, samples
 from tests.pipeline.conftest import Server, as_user
 from tests.pipeline.test_commit_cases import NONCE
 
-SAID = "a syncer loads them within seconds, as after each restart of Redis; if none is there, start one"
+SAID = "wait for a syncer to load them, which takes seconds, as after each restart of Redis; if no syncer is running"
 
 
 @pytest.fixture
@@ -113,9 +113,9 @@ async def test_a_learner_whose_scripts_nobody_loads_waits_and_says_so_in_the_sta
     server.admin.script_flush()  # while it trains
     for _ in range(2):
         with pytest.raises(ScriptsMissing):
-            await scripts.poll()
+            await scripts.look()
     await syncer.ensure_scripts()
-    await scripts.poll()
+    await scripts.look()
     assert [one.name for _, one in await viewer.read_events()] == [SCRIPTS_MISSING, SCRIPTS_FOUND] * 2
     for bus in (learner, viewer, syncer):
         await bus.close()

@@ -99,7 +99,7 @@ def test_refused_deltas_are_counted_by_reason_and_suspected_learners_named():
     status = build(heads=heads, reports=[samples.seen("l3")])
     assert status["refused"] == {"absurd_norm": 1, "non_finite": 7}
     assert status["fragments"][0]["refused"] == {"non_finite": 2, "absurd_norm": 1}
-    assert status["warnings"] == ["not waited for, because their last deltas were refused, late, or missing: l3"]
+    assert status["warnings"] == ["merges do not wait for l3, because their last deltas were refused, late or missing"]
     assert build(heads=heads, reports=[samples.seen()])["warnings"] == [], "it is gone: nobody would wait for it anyway"
     assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
 
@@ -144,7 +144,7 @@ def test_merges_that_take_longer_than_a_round_are_warned_of_while_the_run_goes_o
     """A round is 4 steps of 0.1 s; a finished run, and one whose learners are gone, has no round."""
     slow = [samples.head(0, window=samples.IDLE.model_copy(update={"merge_s": 7.5})), samples.head(1)]
     [warning] = build(heads=slow)["warnings"]
-    assert "fragment 0 7.5 s" in warning
+    assert "fragment 0 takes 7.5 s" in warning
     assert build(heads=slow)["fragments"][0]["window"]["merge_s"] == 7.5
     assert build(heads=slow, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
     gone = build(heads=slow, reports=[samples.seen(age_s=60.0)])["warnings"]
@@ -383,6 +383,6 @@ def test_the_status_says_how_the_outer_step_fits_and_warns_before_the_first_merg
     heads = [samples.head(0, window=window), samples.head(1)]
     found = build(heads=heads)
     assert found["outer_step"] == {"outer_s": 0.2, "room_s": pytest.approx(0.4 / 3), "share": pytest.approx(1.5)}
-    assert "outer step 0.2 s" in found["warnings"][0]
+    assert "0.2 s of it the outer step" in found["warnings"][0]
     assert build(heads=[samples.head(0), samples.head(1)])["outer_step"] is None
     assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["outer_step"] is None

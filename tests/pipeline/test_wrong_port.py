@@ -85,7 +85,7 @@ async def test_an_option_that_there_is_not_is_refused_without_the_password() -> 
 async def test_where_nobody_answers_the_address_is_named_and_what_to_look_at(where: str, url: str) -> None:
     text = await said(url)
     assert text.startswith(f"Redis at {where}: ")
-    assert "has a Redis been started, and is DILOCO_REDIS_URL its address?" in text
+    assert "check that Redis is running and that DILOCO_REDIS_URL is its address" in text
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program, to make certificates")
@@ -104,22 +104,25 @@ async def test_a_server_that_the_url_does_not_name_is_no_reason_to_look_at_the_u
     lanes = Lanes(place, Nodes(found) if asked else ClusterNodes(place), AsyncMock())
     text = str(lanes.translate(rx.ConnectionError("Error 111 connecting to 10.0.0.7:6379."), found))
     assert ("DILOCO_REDIS_URL" in text) is asked
-    assert ("Redis at 10.0.0.7:6379: nobody answers there; start it again, unless a replica" in text) is not asked
+    assert ("Redis at 10.0.0.7:6379: no server answers; start it again, unless a replica" in text) is not asked
     await lanes.close()
 
 
 async def test_a_server_of_another_kind_is_told_from_a_redis(no_redis: int) -> None:
     text = await said(f"redis://somebody:secret@127.0.0.1:{no_redis}")
     assert text.startswith(f"Redis at 127.0.0.1:{no_redis}: ")
-    assert "what answers there is no Redis" in text
+    assert "the server there is not Redis" in text
 
 
 @pytest.mark.parametrize("login", ["", "somebody:secret@"])
 @pytest.mark.parametrize(
     ("words", "ours"),
     [
-        ("DENIED Redis is running in protected mode", "lets in nobody from another machine while it has no password"),
-        ("ERR max number of clients reached", "has as many connections as it takes; raise its maxclients"),
+        (
+            "DENIED Redis is running in protected mode",
+            "accepts no connections from other machines while it has no password",
+        ),
+        ("ERR max number of clients reached", "has reached its connection limit; raise its maxclients"),
     ],
 )
 async def test_a_server_that_refuses_a_connection_unasked_is_heard(login: str, words: str, ours: str) -> None:
@@ -143,5 +146,5 @@ async def test_a_server_that_says_yes_to_all_is_told_from_a_redis() -> None:
             writer.write(b"+OK\r\n" * asked.count(b"*"))
 
     async with serving(nod) as port:
-        with pytest.raises(UsageError, match=f"what answers at 127.0.0.1:{port} is no Redis"):
+        with pytest.raises(UsageError, match=f"the server at 127.0.0.1:{port} is not Redis"):
             await connect(f"redis://127.0.0.1:{port}", "run")

@@ -217,7 +217,7 @@ def test_a_plan_takes_fewer_bits_only_where_the_link_wants_them():
     assert asked.codec == "bf16"
     assert free.codec in ("int8", "int4")
     assert free.round_trip_s <= 3 < asked.round_trip_s
-    assert any("makes its rounds longer" in warning for warning in asked.warnings)
+    assert any("lengthens its rounds" in warning for warning in asked.warnings)
     assert free.warnings == []
     assert free.overwritten < asked.overwritten
     assert free.redis_bytes_per_s < asked.redis_bytes_per_s

@@ -419,7 +419,7 @@ def test_a_manifest_of_another_format_is_refused_with_both_numbers(tmp_path, sai
     """Whatever Python takes for 1."""
     (path,) = save(tmp_path)
     rewrite(path / "state.json", lambda s: s.update(format=said))
-    told = f"state.json: format {said!r} is not 1, which this build reads: another build may have written it"
+    told = f"state.json: format {said!r} cannot be read by this build, which reads 1: a different build may have"
     with pytest.raises(UsageError, match=re.escape(told)):
         load_checkpoint(tmp_path)
 

@@ -53,8 +53,11 @@ def rewrite(run: Path, change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": 99}, "format 99 is not .*, which this build reads: another build may have written it"),
-        ({"a_new_one": 1}, "a_new_one is unknown to this build: another build may have written it"),
+        (
+            {"format": 99},
+            "format 99 cannot be read by this build, which reads .*: a different build may have written it",
+        ),
+        ({"a_new_one": 1}, "a_new_one is unknown to this build: a different build may have written it"),
     ],
 )
 def test_a_checkpoint_of_another_format_is_refused_with_both(run: Path, change: dict[str, object], said: str) -> None:

@@ -507,7 +507,7 @@ def scale_direction(header: MergeHeader, body: np.ndarray) -> MergeHeader:
         (lambda h, b: part(h, steps=0), "steps or tokens of a contribution are not positive"),
         (lambda h, b: part(h, learner="l9"), "contributions: the tape has l0/"),
         (lambda h, b: part(h, norm=h.contributions[0].norm * 2), "norm of the delta of l0: computed again"),
-        (lambda h, b: h.model_copy(update={"format": 2}), "format 2 is not 1, which this build reads"),
+        (lambda h, b: h.model_copy(update={"format": 2}), "format 2 cannot be read by this build, which reads 1"),
         (scale_norm(1.001), "norm of t1 in the delta of l0: computed again it differs from the recorded one by 0.001"),
         (scale_direction, "length of the mean direction of t1: computed again"),
         (lambda h, b: h.model_copy(update={"norm": h.norm * 1.001}), "norm of the pseudogradient: computed again"),

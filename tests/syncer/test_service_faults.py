@@ -177,8 +177,8 @@ async def test_a_commit_that_is_always_refused_is_not_made_again_at_once() -> No
 @pytest.mark.parametrize(
     ("error", "ends"),
     [
-        (BusError("Redis refuses what it was asked", said="ERR of a proxy"), False),
-        (BadMessage("Redis has another kind of value there"), False),
+        (BusError("Redis refuses the command", said="ERR of a proxy"), False),
+        (BadMessage("Redis holds a value of the wrong type there"), False),
         (NotPermitted("Redis does not let the syncer do that"), True),
     ],
     ids=["an unknown error", "a wrong type", "a right that is missing"],

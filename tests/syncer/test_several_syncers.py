@@ -266,7 +266,7 @@ async def test_a_lease_that_no_syncer_has_is_taken_over_and_the_status_names_it(
             await until(lambda: syncers[-1].held == {0}, LEASE_S)
         await asyncio.sleep(LEASE_S / 4)
         (said,) = [one for one in (await read_status(world.bus, world.clock))["warnings"] if "garbage" in one]
-        assert said.startswith("the lease of fragments 1 is held under 'garbage', by no syncer that is here")
+        assert said.startswith("the lease of fragments 1 is held under 'garbage', which is none of the run's syncers")
         await until(lambda: syncers[-1].held == {0, 1}, 2 * LEASE_S)
         assert "garbage" not in str((await read_status(world.bus, world.clock))["warnings"])
     await end(*learners)
@@ -750,7 +750,9 @@ async def test_an_outer_step_that_will_not_fit_is_said_before_it_is_first_taken(
         assert max(await world.versions()) < 20
         found = await read_status(world.bus, world.clock)
         assert found["outer_step"] == {"outer_s": 0.125, "room_s": 0.1, "share": pytest.approx(1.25)}
-        assert [text for text in found["warnings"] if "outer step 0.1 s" in text and "--outer nesterov" in text]
+        assert [
+            text for text in found["warnings"] if "0.1 s of it the outer step" in text and "--outer nesterov" in text
+        ]
         assert gauge(syncer, "outer_share") == pytest.approx(1.25)
         assert gauge(syncer, "merge_share") > 1
         assert gauge(syncer, "outer_room") == pytest.approx(0.1)

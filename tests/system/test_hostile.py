@@ -474,7 +474,7 @@ async def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_o
     assert len(missing) == len(learners)
     assert all("start `diloco syncer`" in one for one in missing)
     status = await read_status(world.bus, world.clock)
-    assert any("no syncer is here" in warning for warning in status["warnings"])
+    assert any("the run has no syncer" in warning for warning in status["warnings"])
     assert most < 20_000
     assert await world.versions() == versions
     for learner in learners:

@@ -454,7 +454,7 @@ async def test_a_disk_that_cannot_be_written_is_named_in_the_status(redis_binary
         await held_up(run, 2.0)
         status = await read_status(run.bus, run.clock)
         assert any("cannot write to its disk" in warning for warning in status["warnings"])
-        with pytest.raises(BusFull, match="free space where it keeps its data"):
+        with pytest.raises(BusFull, match="free disk space where it keeps its data"):
             await run.bus.offer(await Forger(run, run.buses[0]).header())
         in_the_way.rmdir()
         client.config_set("save", "")

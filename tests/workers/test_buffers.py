@@ -133,7 +133,7 @@ def test_a_spec_with_a_buffer_beside_parameters_is_refused() -> None:
     table = tensor_table(normed(), SYNC)
     for wrong in ({"fragment": 0}, {"rule": "mean"}):
         tensors = (*table[:-1], table[-1].model_copy(update=wrong))
-        with pytest.raises(ValidationError, match="has average-only tensors beside others"):
+        with pytest.raises(ValidationError, match="mixes average-only tensors with others"):
             Spec(sync=SYNC.sync_spec(), tensors=tensors, trainer={})
     matrix = table[-1].model_copy(update={"shape": (4, 2), "matrix": True})
     with pytest.raises(ValidationError, match="is average-only: it is never orthogonalised"):

@@ -144,7 +144,7 @@ def test_these_may_train_together(mine: Any, theirs: Any) -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "said"),
     [
-        (B, A, "frozen tensor base: other values, shape or precision than the run's"),
+        (B, A, "frozen tensor base: values, shape or precision differ from the run's"),
         (A[1:], A, "frozen tensor base: absent here"),
         (A, A[:1], "frozen tensor norm: the run has none"),
         (A, (), "frozen tensor base: the run has none"),

@@ -18,7 +18,7 @@ async def test_that_no_syncer_is_there_is_not_said_while_redis_refuses_writes_bu
         return sum(one["event"] == "no_syncer" and one["learner"] == "l0" for one in logs)
 
     async def refuse(*_: Any) -> None:
-        raise BusFull("too few replicas answer")
+        raise BusFull("too few replicas are connected")
 
     with structlog.testing.capture_logs() as logs:
         world, (learner, *_) = await under_way(1)

@@ -141,14 +141,14 @@ def test_a_syncer_that_is_first_sets_the_budget(redis_server: str) -> None:
     with a_syncer(redis_server, "waits", tokens=4000):
         until(lambda: on_bus(redis_server, "waits", lambda bus: bus.read_wanted()) == Wanted(sync={"tokens": 4000}))
         for told in ({"tokens": 5000}, {"sync": SyncSettings(tokens=5000)}):
-            with pytest.raises(SpecMismatch, match="tokens: here 5000, a syncer that waits has 4000"):
+            with pytest.raises(SpecMismatch, match="tokens: here 5000, a waiting syncer has 4000"):
                 learner_of(redis_server, "waits", **told).open()
 
         async def another(bus: Any) -> None:
             process = SyncerProcess(syncer_id="other", http_port=0, tokens=6000)
             await SyncerService(bus, LoopClock(), process, Metrics()).run(asyncio.Event())
 
-        with pytest.raises(SpecMismatch, match="tokens: here 6000, a syncer that waits has 4000"):
+        with pytest.raises(SpecMismatch, match="tokens: here 6000, a waiting syncer has 4000"):
             asyncio.run(connected(redis_server, "waits", another))
         with learner_of(redis_server, "waits", sync=SyncSettings(quorum=1)) as learner:
             assert learner.spec.sync.tokens == 4000
@@ -179,7 +179,7 @@ def test_a_learner_says_a_method_in_one_word(redis_server: str) -> None:
         assert not one.spec.sync.stretch
         assert (one.spec.sync.merge, one.spec.sync.outer, one.spec.sync.fragments) == ("rda", "nesterov", 2)
     learner_of("redis://nowhere", "nobody", sync=SyncSettings(method="paper", outer_momentum=0))  # Nesterov: it may be
-    with pytest.raises(UsageError, match="method=diloco merges all learners: say how many there are with"):
+    with pytest.raises(UsageError, match="method=diloco merges all learners: set"):
         learner_of(redis_server, "nobody", sync=SyncSettings(method="diloco")).open()
 
 

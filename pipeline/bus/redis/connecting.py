@@ -22,7 +22,7 @@ from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, 
 from diloco.pipeline.tls import check_files
 
 # Appended to errors of a server that refuses a party, or does not answer, at the party's start.
-DOCTOR = " (`diloco doctor` looks into it)"
+DOCTOR = " (`diloco doctor` finds out more)"
 # How long to read from a server that closes connections: one that accepts none sends the reason before any command.
 REFUSED_S = 1.0
 # How long a new party waits for a primary that answers: sentinels need some seconds to replace one.
@@ -66,7 +66,7 @@ async def _nodes(place: Place) -> Nodes:
         return sentinels
     if not place.hosts:
         if await _is_cluster(place, None):
-            raise UsageError(f"Redis at {place.where} is a cluster", "name it by redis:// or rediss://, not by unix://")
+            raise UsageError(f"Redis at {place.where} is a cluster", "use a redis:// or rediss:// URL, not unix://")
         return Nodes(None)
     failed: DilocoError | None = None
     for host in place.hosts:
@@ -81,8 +81,8 @@ async def _nodes(place: Place) -> Nodes:
             return found
         if len(place.hosts) > 1:
             raise UsageError(
-                f"Redis at {host} is no cluster, and several hosts are named",
-                "name one of them; for a primary with replicas, name its sentinels "
+                f"Redis at {host} is not a cluster, but several hosts are given",
+                "give one of them; for a primary with replicas, give its sentinels "
                 "(redis+sentinel://host,host,host/service)",
             )
         return Nodes(host)
@@ -107,7 +107,7 @@ async def _find_primary(sentinels: SentinelNodes, place: Place) -> None:
                     (primary,) = sentinels.all()
                     if await _is_cluster(place, primary):
                         raise UsageError(
-                            f"Redis at {primary} is a node of a cluster, which has no sentinels", "name it by redis://"
+                            f"Redis at {primary} is a node of a cluster, which has no sentinels", "use a redis:// URL"
                         )
                     return
                 except NoSentinel:
@@ -144,9 +144,9 @@ async def _is_cluster(place: Place, address: HostPort | None) -> bool:
     finally:
         await drop_all(probe.connection_pool)
     if "redis_version" not in info:
-        raise UsageError(f"what answers at {where} is no Redis", "name its host and port in DILOCO_REDIS_URL")
+        raise UsageError(f"the server at {where} is not Redis", "set DILOCO_REDIS_URL to the host and port of Redis")
     if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):
-        raise UsageError(f"what answers at {where} is a sentinel", f"name it by redis+sentinel://{where}/SERVICE")
+        raise UsageError(f"the server at {where} is a sentinel", f"use redis+sentinel://{where}/SERVICE")
     if (found := server.version(server.Server.of(info))).level == "error":
         raise UsageError(f"Redis at {where} is {found.found}", found.remedy)
     return bool(info.get("cluster_enabled"))
@@ -167,7 +167,7 @@ async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[
             told = translate(rx.ResponseError(refusal), where, place.user)
             return told if isinstance(told, BusUnavailable) else BusUnavailable(error.found, "", refusal)
         wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else f"TLS (rediss{kind}://)"
-        return BusUnavailable(error.found, f"perhaps it wants {wants}", error.said)
+        return BusUnavailable(error.found, f"it may require {wants}", error.said)
     return error
 
 

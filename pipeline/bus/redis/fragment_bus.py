@@ -41,10 +41,10 @@ AT_ONCE = 2048
 # Upper bound on a reply with the names of as many learners as a run may have.
 SENDERS_BYTES = 2**20
 SENDERS_DROPPED = (
-    "the list of learners that offer deltas had this many names that are no learner's, or that have no delta pending. "
-    "They were removed from the list until they offer one. This happens in a run of more than 512 learners when a "
-    "fragment gets another owner, and nothing is lost. If the run never had that many learners, somebody with a "
-    "learner's password invents names: end that by ACL DELUSER learner-NAME"
+    "the list of learners that offer deltas had this many names that are not learners' names or have no pending "
+    "delta. They were removed from the list until they offer one. This happens in a run of more than 512 learners "
+    "when a fragment gets a different owner, and nothing is lost. If the run never had that many learners, someone "
+    "with a learner's password is inventing names: stop this with ACL DELUSER learner-NAME"
 )
 
 

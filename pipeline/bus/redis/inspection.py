@@ -186,7 +186,7 @@ class RedisExamination:
                 await client.execute_command(*probe)
             except rx.NoPermissionError as error:
                 on = "" if probe[0].startswith("SCRIPT") else f" on {_key_of(probe)}"
-                return f"it may not send {probe[0]}{on} ({error})"
+                return f"it is not allowed to send {probe[0]}{on} ({error})"
             except rx.ResponseError:
                 return ""  # the value was refused, so the rights suffice
         return ""

@@ -41,7 +41,7 @@ CROWDED: frozenset[Lane] = frozenset({"payloads", "blocking", "blocking payloads
 LOOK_AGAIN_S = 0.2
 
 # Remedy for a server that was named by sentinels or a cluster, not by the URL.
-TAKEN_PLACE = "start it again, unless a replica takes its place, which is found by itself"
+TAKEN_PLACE = "start it again, unless a replica takes its place, which is detected automatically"
 
 # When a connection has just been reset, uvloop refuses a write by a RuntimeError with this text.
 _CLOSED = re.compile(r"the handler is closed|transport is clos")
@@ -112,8 +112,9 @@ class Lanes:
         # mended while the run goes on; a LoginRefused would end this party.
         if isinstance(told, LoginRefused) and address in self._came:
             told = BusUnavailable(
-                f"Redis at {address} is there since a failover, and refuses the login that the others took",
-                "give it the users' file that they have: then it goes on by itself",
+                f"Redis at {address} has been the server since a failover, and refuses the login that the other "
+                "servers accepted",
+                "give it the same users' file as the others; this party then continues on its own",
                 told.said,
             )
         if self.nodes.moves and told.remedy == IS_IT_THERE:  # the node's address does not come from the URL
@@ -160,7 +161,7 @@ class Lanes:
             if self._closed:
                 raise BusUnavailable("the bus was closed") from None
             if way.left:
-                raise BusUnavailable(f"Redis at {where}: it is not the primary any more") from None
+                raise BusUnavailable(f"Redis at {where}: it is no longer the primary") from None
             self.notice(error, address)
             if isinstance(error, TimeoutError):
                 raise BusUnavailable(f"Redis at {where}: no answer in {limit_s:g} s") from None

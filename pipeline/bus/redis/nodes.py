@@ -86,7 +86,7 @@ class SentinelNodes(Nodes):
 
     def of(self, key: bytes | str | None) -> HostPort | None:
         if self._primary is None:
-            raise BusUnavailable(f"no primary of Redis at {self._place.where} is known yet")
+            raise BusUnavailable(f"the primary of Redis at {self._place.where} is not known yet")
         return self._primary
 
     async def refresh(self) -> None:
@@ -99,8 +99,8 @@ class SentinelNodes(Nodes):
             raise BusUnavailable(f"the sentinels of Redis at {self._place.where} do not agree on who is primary")
         if named is not None and Vote(named, reached=True) not in told:
             raise BusUnavailable(
-                f"no sentinel of Redis at {self._place.where} reaches the primary {named}: it has just failed, or it "
-                "refuses them"
+                f"no sentinel of Redis at {self._place.where} can reach the primary {named}: it has just failed, or "
+                "it refuses the sentinels"
             )
         if named is None:
             raise BusUnavailable(
@@ -127,16 +127,16 @@ class SentinelNodes(Nodes):
         told, errors = _read([answer], _vote_of)
         if errors:
             if "No such master" in str(errors[0]):
-                return f"knows no service {self._place.service!r}"
+                return f"does not know service {self._place.service!r}"
             if isinstance(translate(errors[0], ""), UsageError):
                 return "refuses the connection, or its login"
             return "does not answer as a sentinel" if isinstance(errors[0], rx.ResponseError) else "does not answer"
         (vote,) = told
         if vote.primary is None:
-            return "takes the primary for dead"
+            return "considers the primary dead"
         if self._primary not in (None, vote.primary):
-            return f"takes {vote.primary} for the primary"
-        return "" if vote.reached else "does not reach the primary, or is refused there (auth-pass)"
+            return f"considers {vote.primary} the primary"
+        return "" if vote.reached else "cannot reach the primary, or is refused by it (auth-pass)"
 
     async def _ask(self) -> list[Any]:
         """Ask all sentinels; return the answers of a majority, or if there is none, of all that answer, with errors."""
@@ -150,18 +150,18 @@ class SentinelNodes(Nodes):
         replies = [error for error in said if isinstance(error, (rx.ResponseError, rx.AuthenticationError))]
         if any("No such master" in str(error) for error in replies):
             return UsageError(
-                f"the sentinels of {place.where} know no service {place.service!r}",
+                f"the sentinels of {place.where} do not know service {place.service!r}",
                 "use the name that follows `sentinel monitor` in their configuration",
             )
         if any("unknown command" in str(error).lower() for error in replies):
             return UsageError(
-                f"what answers at {', '.join(map(str, place.hosts))} is no sentinel (their usual port is 26379)",
-                "name a server by redis://",
+                f"the server at {', '.join(map(str, place.hosts))} is not a sentinel (their usual port is 26379)",
+                "for a plain server use a redis:// URL",
             )
         if replies:
             return UsageError(
                 f"the sentinels of {place.where} refuse this user",
-                "their own login is ?sentinel_username=...&sentinel_password=... in DILOCO_REDIS_URL",
+                "set the sentinels' own login in DILOCO_REDIS_URL: ?sentinel_username=...&sentinel_password=...",
                 str(replies[0]),
             )
         translated = translate(said[0], place.where)
@@ -202,8 +202,8 @@ class ClusterNodes(Nodes):
         ((view, _),) = views.most_common(1)
         if not view:
             raise BusUnavailable(
-                f"the cluster of Redis at {self._place.where} serves no slot: it is not made yet, or down",
-                "make it: `redis-cli --cluster create HOST:PORT ...` with redis-cli of Redis, or CLUSTER ADDSLOTS",
+                f"the cluster of Redis at {self._place.where} serves no slots: it has not been created yet, or is down",
+                "create it with `redis-cli --cluster create HOST:PORT ...` (redis-cli of Redis) or CLUSTER ADDSLOTS",
             )
         slots: list[HostPort | None] = [None] * cluster_slots.SLOTS
         for first, last, primary, _ in view:
@@ -240,7 +240,7 @@ def _read(answers: Iterable[Any], reading: Callable[[Any], T]) -> tuple[list[T],
         try:
             told.append(reading(answer))
         except (LookupError, ValueError, TypeError, AttributeError):
-            errors.append(rx.ResponseError("unknown command: it answers as no sentinel does"))
+            errors.append(rx.ResponseError("unknown command: it does not answer as a sentinel"))
     return told, errors
 
 

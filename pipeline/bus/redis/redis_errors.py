@@ -31,27 +31,28 @@ THERE = re.compile("equal or smaller than the target stream top item")
 # Reasons why writes are refused, and the remedy. The parties keep retrying, so nothing has to be restarted.
 _FULL = {
     "OOM": ("its memory is full", "raise its maxmemory"),
-    "MISCONF": ("it cannot write to its disk", "free space where it keeps its data"),
-    "NOREPLICAS": ("too few replicas answer", "start them, or lower its min-replicas-to-write"),
+    "MISCONF": ("it cannot write to its disk", "free disk space where it keeps its data"),
+    "NOREPLICAS": ("too few replicas are connected", "start its replicas, or lower its min-replicas-to-write"),
 }
 # States of a server in which it is unavailable for now; it, or another one in its place, may serve again.
 _AWAY = {
-    "READONLY": "is a replica now, which takes no writes",
-    "LOADING": "is reading its data from its disk",
-    "CLUSTERDOWN": "is of a cluster that is down",
+    "READONLY": "is now a replica, which accepts no writes",
+    "LOADING": "is loading its data from disk",
+    "CLUSTERDOWN": "belongs to a cluster that is down",
     "TRYAGAIN": "is moving a slot",
     "MASTERDOWN": "is a replica that has lost its primary",
     "UNBLOCKED": "has aborted a blocked call",
     "BUSY": "is busy with a script",
-    "MOVED": "has given a slot to another node",
+    "MOVED": "has handed a slot to another node",
     "ASK": "is moving a slot",
-    "DENIED": "lets in nobody from another machine while it has no password",
+    "DENIED": "accepts no connections from other machines while it has no password",
 }
 # Remedies for those states that need one.
 _BACK = {
-    "ASK": "it goes on by itself",
-    "CLUSTERDOWN": "start its node that is gone; with cluster-require-full-coverage no the others serve meanwhile",
-    "DENIED": "give it a password, or users (`diloco acl`), and name them in DILOCO_REDIS_URL",
+    "ASK": "this party continues on its own once the slot has moved",
+    "CLUSTERDOWN": "start the node that is down. With `cluster-require-full-coverage no`, the other nodes keep serving "
+    "meanwhile",
+    "DENIED": "give it a password or users (`diloco acl`), and put the login in DILOCO_REDIS_URL",
 }
 # redis-py removes the code from the text of these errors. Subclasses stand before their base classes.
 _KINDS = {
@@ -67,8 +68,8 @@ _KINDS = {
 }
 _FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
 _COMMAND = re.compile(r"run the '([^']+)' command")
-NO_TLS = "no TLS is spoken there"
-NAME_REDIS = "name its TLS port, or use redis"
+NO_TLS = "it does not speak TLS"
+NAME_REDIS = "use its TLS port, or redis"
 # (OpenSSL's text, its meaning, remedy).
 _TLS = (
     (
@@ -78,13 +79,13 @@ _TLS = (
     ),
     (
         re.compile("certificate is not valid for"),
-        "its certificate is for another name",
-        "name it in DILOCO_REDIS_URL as the certificate does, or have one issued for this name",
+        "its certificate is for a different host name",
+        "use the certificate's host name in DILOCO_REDIS_URL, or have a certificate issued for this one",
     ),
     (
         re.compile("CERTIFICATE_VERIFY_FAILED"),
-        "its certificate is not to be trusted",
-        "set DILOCO_REDIS_CA to the file of the authority that issued it",
+        "its certificate is not trusted",
+        "set DILOCO_REDIS_CA to the CA file of its issuer",
     ),
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
@@ -94,12 +95,12 @@ _TLS = (
 )
 
 
-IS_IT_THERE = "has a Redis been started, and is DILOCO_REDIS_URL its address?"
+IS_IT_THERE = "check that Redis is running and that DILOCO_REDIS_URL is its address"
 # (redis-py's text, its meaning, remedy) if no server answers, because none was ever there or it is down for now.
 _NOT_THERE = (
-    ("Too many open files", "this process can open no more connections", "let it have more files (`ulimit -n`)"),
-    ("connecting to", "nobody answers there", IS_IT_THERE),
-    ("Protocol error", "what answers there is no Redis", "does DILOCO_REDIS_URL have the right port?"),
+    ("Too many open files", "this process cannot open more connections", "raise its limit of open files (`ulimit -n`)"),
+    ("connecting to", "no server answers", IS_IT_THERE),
+    ("Protocol error", "the server there is not Redis", "check the port in DILOCO_REDIS_URL"),
 )
 
 
@@ -122,15 +123,15 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
         return _not_let_in(text, where, user)
     if re.search("certificate (has )?expired|certificate is not yet valid", text, re.IGNORECASE):
         remedy = (
-            "have it renewed, or set this machine's clock: then all goes on by itself. If it is a party's own "
-            "certificate, start that party again: it is read only at the start"
+            "have it renewed, or correct this machine's clock; everything then continues on its own. If it is a "
+            "party's own certificate, restart that party: it reads the certificate only at startup"
         )
         return BusUnavailable(f"Redis at {where}: a certificate has expired, or is not valid yet", remedy, text)
     for sign, found, remedy in _TLS:
         if sign.search(text):
             return UsageError(f"Redis at {where}: {found}", remedy, text)
     if isinstance(error, TooMuch):
-        return Oversized(f"Redis at {where} has more data there than any party of a run writes", said=text)
+        return Oversized(f"Redis at {where} sent more data than any party of a run writes", said=text)
     if isinstance(error, rx.NoScriptError):
         return scripts_missing(where)
     if code in _FULL:
@@ -141,18 +142,18 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
     if "WRONGTYPE" in text:
         named = key.decode(errors="replace") if isinstance(key, bytes) else key
         at, remedy = (f"at {named}", unlink(named)) if named else ("there", "")
-        return BadMessage(f"Redis at {where} has another kind of value {at}", remedy, text)
+        return BadMessage(f"Redis at {where} holds a value of the wrong type {at}", remedy, text)
     if "max number of clients" in text:
-        return BusUnavailable(f"Redis at {where} has as many connections as it takes", "raise its maxclients", text)
+        return BusUnavailable(f"Redis at {where} has reached its connection limit", "raise its maxclients", text)
     if isinstance(error, rx.ResponseError) and not isinstance(error, rx.ClusterError):
-        return BusError(f"Redis at {where} refuses what it was asked", said=text)
+        return BusError(f"Redis at {where} refuses the command", said=text)
     found, remedy = next((told for sign, *told in _NOT_THERE if sign in text), ("it does not answer", ""))
     return BusUnavailable(f"Redis at {where}: {found}", remedy, text.rstrip(".") or type(error).__name__)
 
 
 def unlink(key: str) -> str:
     """Return the remedy for a key of the run whose value no party can have written."""
-    return f"have it deleted (UNLINK '{key}'): what belongs there is put back"
+    return f"delete it (UNLINK '{key}'); the run's parties put the right value back"
 
 
 def _code(error: BaseException, text: str) -> str:
@@ -166,8 +167,8 @@ def scripts_missing(where: str) -> ScriptsMissing:
     """Return the error for a party that needs scripts which are not loaded and which it may not load."""
     return ScriptsMissing(
         f"Redis at {where} does not have all scripts, and this user may not load them",
-        "a syncer loads them within seconds, as after each restart of Redis; if none is there, start one: then this "
-        "party goes on by itself",
+        "wait for a syncer to load them, which takes seconds, as after each restart of Redis; if no syncer is "
+        "running, start one. This party then continues on its own",
     )
 
 
@@ -184,23 +185,24 @@ def _not_permitted(text: str, where: str, user: str, key: bytes | str | None) ->
 def _may(user: str, run: str) -> str:
     """Return the remedy for missing rights."""
     if not user:
-        return "name this party's user in DILOCO_REDIS_URL: redis://USER:PASSWORD@HOST:PORT (`diloco acl` makes users)"
-    named = " (a learner's own goes with its --learner-id; a viewer's only reads; runs are the operator's)"
+        return "put this party's user in DILOCO_REDIS_URL: redis://USER:PASSWORD@HOST:PORT (`diloco acl` creates users)"
+    named = " (a learner's user must match its --learner-id; a viewer can only read; runs belong to the operator)"
     if not run:
-        return f"name this party's own user in DILOCO_REDIS_URL{named}; `diloco acl` makes users"
+        return f"put this party's own user in DILOCO_REDIS_URL{named}; `diloco acl` creates users"
     return (
-        f"a user is one party's, in one run: name this party's own in DILOCO_REDIS_URL{named}, and by --run the run "
-        f"that it was made for; or make users for this run, each of its learners among them (for several runs: --run "
-        f"'*'), and start Redis with them in place of those that it has: {acl.acl_command(run, user)}"
+        f"each user belongs to one party in one run: put this party's own user in DILOCO_REDIS_URL{named}, and pass "
+        "the run that it was created for with --run. Or create users for this run and each of its learners (for "
+        "several runs: --run '*'), and start Redis with them instead of its current users: "
+        f"{acl.acl_command(run, user)}"
     )
 
 
 def _not_let_in(text: str, where: str, user: str) -> UsageError:
     """Return the error for a login that was refused, or was required and not given."""
     if "without any password configured" in text or "no password is set" in text:
-        return UsageError(f"Redis at {where} has no passwords", "leave user and password out of DILOCO_REDIS_URL", text)
+        return UsageError(f"Redis at {where} has no passwords", "remove user and password from DILOCO_REDIS_URL", text)
     if "required" in text:
-        found = "asks for a login"
+        found = "requires a login"
     else:
         of_user = f" of user {user!r}" if user else ""
         found = f"refuses the login{of_user}: name or password is wrong, or the user was deleted"

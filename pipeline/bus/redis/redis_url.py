@@ -23,7 +23,7 @@ SILENT_S = 10.0
 _PROBES = 3
 
 _MALFORMED = (
-    "not a usable Redis URL: it is redis://[user:password@]host:port (a port is 65535 at most), rediss://... for TLS, "
+    "not a usable Redis URL: use redis://[user:password@]host:port (a port is 65535 at most), rediss://... for TLS, "
     "redis+sentinel://[user:password@]host:port,host:port,host:port/service, or unix:///path/to/socket; special "
     "characters in a password are percent-encoded"
 )
@@ -86,7 +86,7 @@ def _of_hosts(parts: SplitResult, named: Hosts) -> Place:
         found = re.fullmatch(r"/([A-Za-z0-9._-]+)((?:/[0-9]*)?)", path)
         if not found:
             raise UsageError(
-                "a Redis URL of sentinels without a service: it is "
+                "a Redis URL of sentinels without a service: use "
                 "redis+sentinel://[user:password@]host1:port1,host2:port2,host3:port3/service"
             )
         service, path = found[1], found[2]

@@ -30,9 +30,9 @@ from diloco.pipeline.payload.codec import decode, encode
 T = TypeVar("T", bound=Message)
 
 REPORTS_DROPPED = (
-    "this many reports were deleted because there were too many, or they were too large. The latest of each learner "
-    "were kept, then those with the most tokens. If the run never had that many processes, somebody with a learner's "
-    "password invents them: end that by ACL DELUSER learner-NAME"
+    "this many reports were deleted because there were too many, or they were too large. Each learner's latest "
+    "reports were kept first, then those with the most tokens. If the run never had that many processes, someone "
+    "with a learner's password is inventing them: stop this with ACL DELUSER learner-NAME"
 )
 # Upper bound on the protocol's overhead around the largest acceptable reply with reports.
 AROUND_BYTES = 2**20

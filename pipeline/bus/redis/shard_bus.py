@@ -65,7 +65,9 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         if not await self._put_shards(0, queue.epochs, True, queue.open):
-            raise UsageError(f"run {self.keys.run!r} already has data shards: resume on an empty Redis or a new --run")
+            raise UsageError(
+                f"run {self.keys.run!r} already has data shards: resume on an empty Redis or under a new --run name"
+            )
 
     async def delete_data(self) -> None:
         await self._redis.command("UNLINK", *self._queue, self.keys.data_order)

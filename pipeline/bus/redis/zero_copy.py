@@ -260,7 +260,7 @@ class Reply(asyncio.BufferedProtocol):
             if kind == b"*":
                 members = max(0, int(text))
                 if members > self._members:
-                    raise TooMuch(f"not a reply: an array of {members}, with more values than were asked for")
+                    raise TooMuch(f"not a reply: an array of {members}, with more values than were requested")
                 self._members -= members
                 self._due += members - 1
             elif kind == b"$":

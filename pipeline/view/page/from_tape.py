@@ -13,8 +13,8 @@ from diloco.pipeline.view.page.verdict import said
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, build_status
 
 NOTE = (
-    "Made from the tape, which only knows learners from their first merged delta to their last. What "
-    "was trained and not published, bytes and memory are not on a tape."
+    "Made from the tape, which shows a learner only from its first merged delta to its last. Unpublished training, "
+    "bytes and memory are not on a tape."
 )
 
 
@@ -149,9 +149,8 @@ def model_of_tape(
     model.patch()
     names = {life.learner for life in lives}
     text = (
-        f"According to its tape the run made {counted(len(merges), 'merge')} of {counted(len(names), 'learner')} in "
-        f"{duration(now_s - begun_s)}: "
-        f"{count(sums['merged'])} tokens merged, {count(sums['rejected'])} rejected."
+        f"According to its tape, the run made {counted(len(merges), 'merge')} of {counted(len(names), 'learner')} in "
+        f"{duration(now_s - begun_s)}: {count(sums['merged'])} tokens merged, {count(sums['rejected'])} rejected."
     )
     return model.snapshot() | {"notes": [NOTE], "sentence": said("over", text)}
 

@@ -56,7 +56,7 @@ class Way:
         if parts.scheme == "unix":
             shown = f"unix://{login}{parts.path}"
             where = f"{HERE_ALONE}, as its user"
-            where += " (from others one can join a run that was started with --redis-port or --redis-url)"
+            where += " (other machines can join only a run that was started with --redis-port or --redis-url)"
         elif parts.scheme in ("redis", "rediss", *SENTINEL_SCHEMES):
             where = HERE_ALONE if any(host in HERE for host, _ in hosts) else ""
             if any(host in ANYWHERE for host, _ in hosts):

@@ -102,7 +102,7 @@ class PageModel:
         """The state after the last patch."""
         self._new_marks: list[Model] = []
         self._losses_anew, self._new_losses = False, list[tuple[float, int, float]]()
-        self._next: Model = self._head(said("note", "Nothing is known of the run yet."), 0.0)
+        self._next: Model = self._head(said("note", "Nothing is known about the run yet."), 0.0)
 
     # --- looking ------------------------------------------------------------------------------------------
 

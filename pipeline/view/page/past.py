@@ -86,13 +86,14 @@ def notes(records: Sequence[TapeRecord], status: Status, began_s: float, now_s: 
     merged = [one for one in records if isinstance(one, Committed) and one.contributions]
     if status["outer_steps"] > len(merged):
         found.append(
-            f"The tape on Redis has {len(merged)} of {status['outer_steps']} merges, the last ones. Earlier ones "
-            "count in the sums, but are not drawn: with --tape-dir Redis keeps 10,000 entries for each fragment group, "
-            "without it those of ten minutes."
+            f"The tape on Redis has the last {len(merged)} of {status['outer_steps']} merges. Earlier merges count in "
+            "the totals, but are not drawn: Redis keeps 10,000 entries for each fragment group with --tape-dir, and "
+            "those of the last ten minutes without it."
         )
     if began_s < now_s - 5 and status["tokens"]:
         found.append(
-            "Overwritten, died and pending tokens, bytes and Redis' memory are known only since this page's server "
-            "began to poll. Before that, the trained tokens of each learner process are drawn as a straight line."
+            "Overwritten, died and pending tokens, bytes and Redis memory are known only from when this page's "
+            "server began to poll. Before that, the trained tokens of each learner process are drawn as a straight "
+            "line."
         )
     return found

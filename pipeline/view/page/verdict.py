@@ -21,19 +21,19 @@ LEAST_PATIENCE_S = 10.0
 ROUNDS = 3
 MOST_NAMED = 3
 # Prefix of the warning of `pacing.slow_merges`.
-SLOW = "merges take longer"
+SLOW = "merges are too slow"
 
 # Remedies for refused deltas, by reason.
 REMEDIES: Mapping[str, str] = {
-    "non_finite": "their losses are NaN or infinite: lower the learning rate, or start these learners again",
-    "merge_not_finite": "a merge with them would overflow: lower the outer learning rate",
-    "absurd_norm": "their deltas are far from all others: look at their data and learning rate",
-    "too_stale": "they are slower than the rest by more than a round: give them less work per step, or a larger H",
-    "wrong_layout": "they have another model than the run: start them with the run's",
-    "bad_payload": "their uploads arrive damaged or incomplete: look at the network between them and Redis",
-    "upload_timeout": "their uploads do not arrive in time: look at their link to Redis",
-    "bad_message": "they run another build: start them with this one",
-    "flood": "they send far more than they train: start them with this build",
+    "non_finite": "their losses are NaN or infinite: lower the learning rate, or restart these learners",
+    "merge_not_finite": "merging them would overflow: lower the outer learning rate",
+    "absurd_norm": "their deltas are far from all others: check their data and learning rate",
+    "too_stale": "they are more than a round behind the others: give them less work per step, or use a larger H",
+    "wrong_layout": "their model differs from the run's: start them with the run's",
+    "bad_payload": "their uploads arrive damaged or incomplete: check the network between them and Redis",
+    "upload_timeout": "their uploads do not arrive in time: check their link to Redis",
+    "bad_message": "they run a different build: start them with this one",
+    "flood": "they send far more deltas than they train: start them with this build",
 }
 
 
@@ -87,22 +87,26 @@ def verdict(status: Status | None, beside: Beside) -> Verdict:
     """
     if beside.failed:
         return _bad(
-            f"This page could not be made ({beside.failed}), so the state of the run is not known here.",
-            "It is tried again from time to time. The log of the page's server has the details for a bug report.",
+            f"This page could not be created ({beside.failed}), so it does not know the state of the run.",
+            "The page's server retries from time to time. Its log has the details for a bug report.",
         )
     if beside.spoilt and beside.away:
-        do = beside.remedy or "find out who writes it: a party of another build, or one that does not belong to the run"
+        do = (
+            beside.remedy
+            or "find out who writes it: a party with a different build, or one that does not belong to the run"
+        )
         return _bad(
             f"The run's data on Redis cannot be read ({beside.away}), so its state is not known.",
             f"{do[0].upper()}{do[1:]}.",
         )
     if beside.away_s > AWAY_S or (status is None and beside.away):
         return _bad(
-            f"Redis has not answered for {_time(beside.away_s)} ({beside.away}): learners train on, nothing is merged.",
-            "See that Redis runs and can be reached from here; syncers and learners find it again by themselves.",
+            f"Redis has not answered for {_time(beside.away_s)} ({beside.away}): learners continue to train, but "
+            "nothing is merged.",
+            "Check that Redis is running and can be reached from here; syncers and learners reconnect on their own.",
         )
     if status is None:
-        return said("note", "Nothing is known of the run yet.")
+        return said("note", "Nothing is known about the run yet.")
     return _of_run(status, beside)
 
 
@@ -116,29 +120,29 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
         return _not_begun(status, beside, learners)
     if phase == "waiting" and not (live or status["syncers"]):
         return _bad(
-            "Nobody is at work on the run: neither a syncer nor a learner is here.",
+            "The run is idle: it has neither a syncer nor a learner.",
             *_start(status, beside, "syncer", "Start a syncer, then learners"),
         )
     if phase == "waiting":
         return _bad(f"Nothing is merged: {status['reason']}.", "")
     if not status["syncers"]:
         return _bad(
-            f"Nothing is merged, since no syncer is here; {_learners(len(live))} on.",
+            f"Nothing is merged, since the run has no syncer; {_learners(len(live), 'is training', 'are training')}.",
             *_start(status, beside, "syncer"),
         )
     if phase in (Phase.DRAINING, Phase.CLOSING):
-        return said("note", f"The run is ending ({status['reason']}): the last deltas are merged.")
+        return said("note", f"The run is ending ({status['reason']}): the last deltas are being merged.")
     if not live:
         return _bad(
-            f"No learner is left, so nothing is trained: {_silent(learners) or 'all have left'}.",
+            f"There are no learners, so nothing is trained: {_silent(learners) or 'all have left'}.",
             *_again(status, beside, learners),
         )
     quorum = max((one["window"]["quorum"] for one in status["fragments"]), default=1)
     if quorum > len(live):
         silent = _silent(learners)
         return _bad(
-            f"Nothing can be merged: a merge needs {counted(quorum, 'learner')}, and {len(live)} {_is(len(live))} live"
-            f"{f'; missing: {silent}' if silent else ''}.",
+            f"Nothing can be merged: a merge needs {counted(quorum, 'learner')}, but {len(live)} {_is(len(live))} "
+            f"live{f'; missing: {silent}' if silent else ''}.",
             *_again(status, beside, learners, f"Start {quorum - len(live)} more"),
         )
     if beside.unmerged_s > patience_s(status):
@@ -148,14 +152,14 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
 
 def _not_begun(status: Status, beside: Beside, learners: Sequence[LearnerStatus]) -> Verdict:
     if not learners:
-        here = "a syncer waits" if status["syncers"] else "no syncer is here either"
-        return said("note", f"The run has not begun: no learner has joined, {here}.", *_start(status, beside))
+        here = "and a syncer is waiting" if status["syncers"] else "and there is no syncer"
+        return said("note", f"The run has not started: no learner has joined, {here}.", *_start(status, beside))
     if not status["syncers"]:
         return _bad(
-            f"{_learners(len(learners), 'waits', 'wait')} for a syncer: nothing can be merged without one.",
+            f"{_learners(len(learners), 'is waiting', 'are waiting')} for a syncer: nothing can be merged without one.",
             *_start(status, beside, "syncer"),
         )
-    return said("note", "The run begins: its first learner uploads the first parameters.")
+    return said("note", "The run is starting: its first learner is uploading the initial parameters.")
 
 
 def _finished(status: Status) -> Verdict:
@@ -172,33 +176,35 @@ def _finished(status: Status) -> Verdict:
 
 def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus]) -> Verdict:
     """Find the reason if learners train, a quorum and a syncer are present, and still nothing is merged."""
-    since = f"Nothing was merged for {_time(beside.unmerged_s)}"
+    since = f"Nothing has been merged for {_time(beside.unmerged_s)}"
     if beside.refused:
         reason, times = max(beside.refused.items(), key=lambda item: (item[1], item[0]))
-        remedy = REMEDIES.get(reason, "see the reasons in `diloco tape`")
+        remedy = REMEDIES.get(reason, "see `diloco tape` for the reasons")
         return _bad(
             f"{since}: deltas are refused, {times} of them as {reason}.",
             f"{remedy[:1].upper()}{remedy[1:]}.",
         )
     still = [one["id"] for one in live if not one["step"]]
     if len(still) == len(live):
-        return _bad(f"{since}: no learner has made a step yet.", "Look at their logs: data or devices delay them.")
+        return _bad(
+            f"{since}: no learner has taken a step yet.", "Check their logs: they are waiting for data or devices."
+        )
     by_state: dict[str, list[FragmentStatus]] = {}
     for fragment in status["fragments"]:
         by_state.setdefault(fragment["window"]["state"], []).append(fragment)
     for state, why, do in (
-        ("merging", "the syncer is merging", "See its log, and whether its machine is busy (doc: watch.md)."),
-        ("uploading", "the syncer waits for uploads", "Look at the links of the learners named to Redis."),
-        ("grace", "a grace window is open", "See the syncer's log: a grace lasts a few steps at most."),
-        ("collecting", "windows wait for more deltas", "Look at the logs of the learners that are not in them."),
+        ("merging", "the syncer is merging", "Check its log, and whether its machine is busy (doc: watch.md)."),
+        ("uploading", "the syncer is waiting for uploads", "Check the links between these learners and Redis."),
+        ("grace", "a grace window is open", "Check the syncer's log: a grace window lasts at most a few steps."),
+        ("collecting", "windows are waiting for more deltas", "Check the logs of the learners that are not in them."),
     ):
         if there := by_state.get(state):
             fragment = there[0]
             text = f"{since}: {why} (fragment {fragment['id']}: {fragment['window']['reason']})."
             return _bad(text, do)
     return _bad(
-        f"{since}: no delta arrives, though {_learners(len(live))}.",
-        "Look at the learners' logs: their links to Redis may be cut or too slow.",
+        f"{since}: no delta arrives, although {_learners(len(live), 'is training', 'are training')}.",
+        "Check the learners' logs: their links to Redis may be down or too slow.",
     )
 
 
@@ -209,15 +215,15 @@ def _merging(
     if beside.redis_share is not None:
         return said(
             "note",
-            f"Redis is {beside.redis_share:.0%} full: once it is, nothing can be published or merged.",
-            "Raise its maxmemory; `diloco plan` says what the run needs.",
+            f"Redis is {beside.redis_share:.0%} full: once it is completely full, nothing can be published or merged.",
+            "Raise its maxmemory; `diloco plan` shows what the run needs.",
         )
     if slow := next((one for one in status["warnings"] if one.startswith(SLOW)), ""):
         return said("note", f"{slow[:1].upper()}{slow[1:]}.")
     speed = sum(one["tokens_per_s"] for one in live)
     at = f"{_learners(len(live))} at {count(speed)} tokens/s"
     if not status["outer_steps"]:
-        return said("well", f"The run begins well: {at}; first deltas are on their way.")
+        return said("well", f"The run has started well: {at}; the first deltas are on their way.")
     share = status["merged_share"]["recent"] or status["merged_share"]["since_start"]
     merged = f", of which {share:.0%} are merged" if share is not None else ""
     rest = ""
@@ -225,7 +231,7 @@ def _merging(
         left_s = (1 - status["progress"]) * status["budget_tokens"] / speed
         rest = f"; {status['progress']:.0%} of the budget is done, about {_time(left_s)} are left"
     if silent := _silent(learners):
-        text = f"The run goes on without {silent}, and nobody waits: {at}{merged}{rest}."
+        text = f"The run continues without {silent}, and no one is waiting: {at}{merged}{rest}."
         return said("note", text, *_again(status, beside, learners))
     return said("well", f"The run is well: {at}{merged}{rest}.")
 
@@ -257,7 +263,7 @@ def _again(
     gone = [one["id"] for one in learners if is_missed(one)]
     if not gone:
         return _start(status, beside, what=otherwise)
-    what = "Start it again" if len(gone) == 1 else "Start them again, each under its name"
+    what = "Start it again" if len(gone) == 1 else "Start them again, each under its own name"
     return _start(status, beside, what=what, again=gone[0])
 
 
