@@ -11,9 +11,6 @@ S = TypeVar("S", bound=Settings)
 
 # The most differences that are listed.
 MOST_TOLD = 20
-# A different spec on the bus is taken for the run's only after it has stayed this long: after a loss of data, a syncer
-# may still put back the previous one.
-PATIENCE_S = 10.0
 
 
 def differences(here: Spec, held: Spec) -> str:

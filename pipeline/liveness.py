@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.messages.run import RunState, SeenReport
-
-# A learner that was silent for this long, s, is not live, unless the run's state says another time.
-LIVE_S = 5.0
 
 
 def is_live(seen: SeenReport, live_s: float) -> bool:
@@ -14,9 +12,9 @@ def is_live(seen: SeenReport, live_s: float) -> bool:
 
 
 def liveness_of(state: RunState | None, live_s: float | None = None) -> float:
-    """Return the liveness time, s: the given one, else the one in the run's state, else `LIVE_S`."""
+    """Return the liveness time, s: the given one, else the one in the run's state, else `live_s` of the bus."""
     said = None if state is None else state.liveness_s
-    return live_s or said or LIVE_S
+    return live_s or said or BUS_TIMES.live_s
 
 
 def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[str]:

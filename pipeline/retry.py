@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
 from diloco.pipeline.errors import BusError, BusUnavailable, PeerError, SpecMismatch, outage_event
+from diloco.pipeline.waiting import TICK_S
 
 T = TypeVar("T")
 Errors = type[BaseException] | tuple[type[BaseException], ...]
-
-# Shortest wait that `choose` returns, s. A timer may fire a rounding error early; a loop that waited for such a tiny
-# rest could spin for ever.
-LEAST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class Retries:
         due = {p: self._again[p][0] if p in self._again else now for p in wanted}
         if ready := [p for p, at in due.items() if at <= now]:
             return min(ready), None
-        return None, max(LEAST_S, min(due.values()) - now) if due else None
+        return None, max(TICK_S, min(due.values()) - now) if due else None
 
     def tried(self, p: int, done: bool, now: float) -> None:
         """Record that a try of fragment `p` ended; if it was not successful, the fragment's next wait begins."""

@@ -13,9 +13,10 @@ from functools import partial
 
 import structlog
 
-from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Published, Staged
+from diloco.pipeline.bus.commits import Commit, Published, Staged
 from diloco.pipeline.bus.ports import Bus, Clock, PayloadStore
 from diloco.pipeline.bus.schema import head_after
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import IDLE_VIEW, Head
 from diloco.pipeline.messages.spec import SyncSpec
@@ -31,7 +32,7 @@ from diloco.syncer.merging.merge import Contributions, Sum
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.window import Merge
 
-# Replaced globals live for `REPLACED_TTL_S`, or until those of all fragments together are larger than this. One of each
+# Replaced globals live for `replaced_ttl_s`, or until those of all fragments together are larger than this. One of each
 # fragment stays in any case; a learner that reads an older one could only train a delta that is too stale to be merged.
 # The cap exists because held payloads make Redis touch fresh memory, its largest cost while their number still grows.
 REPLACED_BYTES = 64 * 2**20
@@ -93,7 +94,7 @@ class Staging:
 
     async def _push(self, kind: Kind, version: int, payload: Payload) -> Staged:
         key = key_of(self._bus.keys, kind, self._layout.id, version, self._random_hex(8))
-        return await push_growing(self._bus, key, payload, self._sync.chunk_bytes, STAGED_TTL_S, self._more)
+        return await push_growing(self._bus, key, payload, self._sync.chunk_bytes, BUS_TIMES.staged_ttl_s, self._more)
 
     def retire(self, head: Head) -> tuple[str, ...]:
         """Note that a head's globals are replaced; return keys of replaced ones that must go before their time.
@@ -103,7 +104,7 @@ class Staging:
         keys, now = tuple(key for key in (head.payload, head.rest) if key), self._clock.now()
         self._replaced.pop(keys, None)  # after a rewind a head may name what was replaced before
         self._replaced[keys] = now
-        while now - self._replaced[next(iter(self._replaced))] > REPLACED_TTL_S:
+        while now - self._replaced[next(iter(self._replaced))] > BUS_TIMES.replaced_ttl_s:
             del self._replaced[next(iter(self._replaced))]
         retired: tuple[str, ...] = ()
         cap = REPLACED_BYTES // self._sync.fragments

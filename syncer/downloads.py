@@ -14,6 +14,7 @@ import structlog
 from diloco.pipeline.bus.commits import MOST_HEADERS
 from diloco.pipeline.bus.ports import START, Clock, Offered, Offers, PayloadStore
 from diloco.pipeline.bus.schema import parse_offer_id
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.messages.tape import RefusalReason
@@ -28,7 +29,6 @@ from diloco.syncer.merging.merge import DeltaNorms
 # A sound delta, or the reason and detail of its refusal.
 Outcome = Delta | tuple[RefusalReason, str]
 
-BLOCK_S = 1.0
 # Bound of the headers that were read but not handled yet; reading waits while there are as many.
 MOST_ARRIVED = 1024
 # Headers handled before the window decides again, so that a flood cannot keep it from deciding.
@@ -105,7 +105,7 @@ class Arrivals:
     async def _read(self) -> None:
         after: dict[str, str] = {}
         while True:
-            entries = await self._bus.read_offers(self._p, after, BLOCK_S, MOST_HEADERS + 1)
+            entries = await self._bus.read_offers(self._p, after, BUS_TIMES.block_s, MOST_HEADERS + 1)
             self._waiting.update(found := [_of(entry) for entry in entries])
             flooding = dict.fromkeys(learner for learner in found if self._waiting[learner] > MOST_HEADERS)
             if flooding:

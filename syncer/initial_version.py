@@ -4,7 +4,8 @@ import asyncio
 
 import structlog
 
-from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit, Published
+from diloco.pipeline.bus.commits import Commit, Published
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import IDLE_VIEW
@@ -69,7 +70,9 @@ class InitialVersions:
         # The values are copied, because learners may write to the key of an upload but not to the key of a global. If
         # two syncers do this with the same upload, they write the same bytes.
         sync = layout.sync(self._sync)
-        whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, sync, STAGED_TTL_S, self._offload)
+        whole = await push_global(
+            self._bus, layout.id, 0, upload.nonce, values, sync, BUS_TIMES.staged_ttl_s, self._offload
+        )
         record = Committed.installed(
             layout.id,
             0,

@@ -79,6 +79,7 @@ PURE = (
     "pipeline/bus/server.py",
     "pipeline/bus/stored_reports.py",
     "pipeline/bus/schema.py",
+    "pipeline/bus/times.py",
     "pipeline/ema.py",
     "pipeline/liveness.py",
     "pipeline/tls.py",

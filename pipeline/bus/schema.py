@@ -30,8 +30,6 @@ T = TypeVar("T", bound=Message)
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
 
-# Longest lifetime of a wish, claim or offer of moments that we write.
-MOMENTS_S = 120.0
 
 # Totals of a head stay below this, so that HINCRBY cannot overflow half-way through a commit, which has no rollback.
 COUNTER_LIMIT = 2**62

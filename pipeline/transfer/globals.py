@@ -26,7 +26,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, chunk_count, nobody, payload_digest
 from diloco.pipeline.transfer.halves import Halves, complete, split, widened
-from diloco.pipeline.transfer.payloads import KEPT_S, Offload, pull, push_payload
+from diloco.pipeline.transfer.payloads import Offload, pull, push_payload
 
 Float32 = npt.NDArray[np.float32]
 Kind = Literal["global", "rest", "momentum"]
@@ -124,17 +124,15 @@ async def push_global(
 # --- reading -----------------------------------------------------------------------------------------
 
 
-async def pull_shown(
-    bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload, extend_s: float = KEPT_S
-) -> Float32:
+async def pull_shown(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
     """Return the values (elements,) that learners train from at a head, in an array that nothing else refers to.
 
-    offload: runs heavy work. extend_s: as in `pull`.
+    offload: runs heavy work.
 
     Raises:
         BadPayload: as in `pull`, or the values do not have the head's digest. The head may have moved: read it again.
     """
-    reader = await pull(bus, head.payload, elements, sync.global_codec, sync.chunk_bytes, extend_s)
+    reader = await pull(bus, head.payload, elements, sync.global_codec, sync.chunk_bytes)
     _check(head, reader.digest, head.payload_digest or head.digest)
     if sync.global_codec == "fp32":
         return reader.array()

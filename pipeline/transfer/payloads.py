@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from diloco.pipeline.bus.commits import Staged
 from diloco.pipeline.bus.ports import PayloadStore
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes
@@ -15,10 +16,6 @@ from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes
 # Most bytes in flight per payload.
 PIECE_BYTES = 4 * 2**20
 
-# How long one read waits for the next chunk of a payload that is still being uploaded.
-BLOCK_S = 1.0
-# While a payload is pulled, its expiry is extended to at least this.
-KEPT_S = 60.0
 
 # Runs heavy work in another thread.
 Offload = Callable[..., Awaitable[Any]]
@@ -29,7 +26,7 @@ def _piece(chunk_bytes: int) -> int:
 
 
 async def pull(
-    bus: PayloadStore, key: str, elements: int, codec: Codec, chunk_bytes: int, extend_s: float = KEPT_S
+    bus: PayloadStore, key: str, elements: int, codec: Codec, chunk_bytes: int, extend_s: float = BUS_TIMES.pulled_ttl_s
 ) -> PayloadReader:
     """Read a payload that is complete on the bus. If that takes several reads, each extends its expiry.
 
@@ -63,7 +60,7 @@ async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncI
     while not reader.complete:
         if chunks := await bus.read_chunks(key, reader.received, limit, reader.chunk_bytes, block_s=block_s):
             yield chunks
-        block_s = 0.0 if chunks else BLOCK_S
+        block_s = 0.0 if chunks else BUS_TIMES.block_s
 
 
 async def push(bus: PayloadStore, key: str, array: npt.NDArray[Any], chunk_bytes: int, ttl_s: float) -> Staged:

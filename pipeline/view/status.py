@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.fragments import Layout, layout_of
-from diloco.pipeline.liveness import LIVE_S, is_live
+from diloco.pipeline.liveness import is_live
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec
@@ -308,7 +309,7 @@ def build_status(
     evaluation: Evaluation | None,
     bus_warnings: Sequence[str],
     now_unix_s: float,
-    live_s: float = LIVE_S,
+    live_s: float = BUS_TIMES.live_s,
     syncers: Mapping[str, str] | None = None,
     holders: Sequence[str | None] = (),
     told: trouble.Told = NOTHING_TOLD,

@@ -6,9 +6,10 @@ import secrets
 import structlog
 
 from diloco.pipeline.agreement import differences
-from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit
+from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.bus.schema import readable
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView
@@ -139,7 +140,7 @@ async def _restore_fragment(
     saved = checkpoint.fragments[p]
     theta, momentum = await offload(checkpoint.fragment, p)
     at, kept = (p, saved.version, secrets.token_hex(8)), momentum if sync.outer_momentum else None
-    published = await push_global(bus, *at, theta, sync, STAGED_TTL_S, offload, kept)
+    published = await push_global(bus, *at, theta, sync, BUS_TIMES.staged_ttl_s, offload, kept)
     digest = await offload(payload_digest, as_bytes(theta), sync.chunk_bytes)
     reason = f"restored from {checkpoint.folder_name}"
     record = Committed.installed(

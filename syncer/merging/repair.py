@@ -9,9 +9,10 @@ import asyncio
 
 import structlog
 
-from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit, Published, Republication
+from diloco.pipeline.bus.commits import Commit, Published, Republication
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.bus.schema import payload_names
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import HeadMoved
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head, WindowView
@@ -129,7 +130,7 @@ class Repair:
         """Upload the whole version under fresh keys."""
         at = self._layout.id, head.version, self._random_hex(8)
         values, momentum = fragment.theta, fragment.momentum
-        return await push_global(self._bus, *at, values, self._sync, STAGED_TTL_S, self._offload, momentum)
+        return await push_global(self._bus, *at, values, self._sync, BUS_TIMES.staged_ttl_s, self._offload, momentum)
 
     async def _publish(self, head: Head, fragment: FragmentState) -> Head:
         whole = await self._stage(head, fragment)

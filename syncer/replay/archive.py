@@ -26,6 +26,7 @@ import structlog
 from diloco.pipeline.bus.ports import Tape, TapeEntry
 from diloco.pipeline.bus.schema import entry_id
 from diloco.pipeline.bus.tape_reading import TapeReader
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.appending import append_whole
 from diloco.pipeline.files.writable import said
@@ -33,7 +34,6 @@ from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.replay.disk import Disk
 
-BLOCK_S = 1.0
 RETRY_S = 1.0
 # Archived entries that stay on the bus, for readers that lag.
 KEEP_UNTRIMMED = 10_000
@@ -80,7 +80,7 @@ class TapeArchive:
         """Archive until cancelled; entries that could not be written are read from the tape again."""
         while True:
             try:
-                await self._append(await self._reader.read(BLOCK_S))
+                await self._append(await self._reader.read(BUS_TIMES.block_s))
                 self.problem = ""
             except OSError as error:
                 if not self.problem:

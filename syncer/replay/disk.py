@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco.pipeline.transfer.payloads import Offload
 
-# Less than the lifetime of staged payloads (`STAGED_TTL_S`): a commit that has waited this long for its recording still
+# Less than the lifetime of staged payloads (`staged_ttl_s`): a commit that has waited this long for its recording still
 # finds its payloads on the bus.
 DISK_S = 60.0
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import structlog
 
-from diloco.pipeline.agreement import PATIENCE_S
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.bus.stored_reports import REPORTS_LEFT
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusFull, SpecMismatch
 from diloco.pipeline.messages.run import RunState, SeenReport
 from diloco.syncer.context import AgreedSpec
@@ -104,7 +104,7 @@ class Lost:
         if await self._ours() and await self._bus.replace_spec(self._agreed.encoded, found):
             self._log.warning("spec_put_back", instead_of=told)
             self._other_since_s = None
-        elif now - self._other_since_s >= PATIENCE_S:
+        elif now - self._other_since_s >= BUS_TIMES.other_spec_s:
             raise SpecMismatch(
                 f"another run was begun under the name {self._bus.keys.run!r}, with another spec:\n{told}\n"
                 "Start this syncer again to serve that run, or choose another run name."

@@ -15,6 +15,7 @@ from diloco.pipeline.bus import embedded
 from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.bus.server import OWN_PREFIX
+from diloco.pipeline.bus.times import BusTimes
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.messages.spec import Spec
 from tests import samples
@@ -92,7 +93,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_it(redis_binary: Path | None) -> 
 
 
 def test_it_is_killed_if_it_does_not_end_when_asked(redis_binary: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "STOP_S", 0.2)
+    monkeypatch.setattr(embedded, "BUS_TIMES", BusTimes(server_stop_s=0.2))
     with EmbeddedRedis(binary=redis_binary) as server:
         pid = server.pid
         os.kill(pid, signal.SIGSTOP)

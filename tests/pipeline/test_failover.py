@@ -20,13 +20,13 @@ from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.bus.redis import connecting
-from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.inspection import examine, unwell_sentinels
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
 from diloco.pipeline.bus.redis.redis_url import parse
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.bus.server import buffers
+from diloco.pipeline.bus.times import BUS_TIMES, BusTimes
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
 from diloco.pipeline.view.status_reader import read_status
@@ -395,7 +395,7 @@ async def test_a_primary_that_died_before_sentinels_missed_it_is_not_given_up_at
         assert calls.nodes.all() == [HostPort("127.0.0.1", server.port)]
         await calls.close()
     looks.clear()
-    monkeypatch.setattr(connecting, "NEXT_PRIMARY_S", 0.5)
+    monkeypatch.setattr(connecting, "BUS_TIMES", BusTimes(next_primary_s=0.5))
     assert "unless a replica takes its place" in await said(url, BusUnavailable)
     looks += [DOWN] * 100
     assert "has no primary now" in await said(url, BusUnavailable)
@@ -492,7 +492,7 @@ async def test_a_name_that_leads_elsewhere_is_followed(moving: Moving, lost: str
     assert second.ask("EXISTS", bus.keys.lease(0), bus.keys.lease(1)) == 2
     await asyncio.gather(reads, return_exceptions=True)
     # Each kind of call has connections of its own, of which one may still lead to the silent server.
-    await until_answered(lambda: bus.read_tape({0: START}), 2 * CONTROL_S)
+    await until_answered(lambda: bus.read_tape({0: START}), 2 * BUS_TIMES.call_s)
     assert await bus.read_tape({0: START}) == []
     first.send(signal.SIGCONT)
     await bus.close()

@@ -63,7 +63,7 @@ async def test_a_head_names_the_exact_values_and_shows_the_nearest() -> None:
     """Half of the bytes for a learner, and all of them, no more than float32 has, for who needs the values."""
     bus, head = await committed()
     assert head.digest == payload_digest(as_bytes(THETA), 1024)
-    shown = await pull_shown(bus, head, 600, SYNC, inline, 60.0)
+    shown = await pull_shown(bus, head, 600, SYNC, inline)
     np.testing.assert_array_equal(shown, nearest(THETA))
     assert shown.dtype == np.float32
     exact = await pull_exact(bus, head, 600, SYNC, inline)
@@ -79,9 +79,9 @@ async def test_a_head_names_the_exact_values_and_shows_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("changes", "pull_it"),
     [
-        ({"payload_digest": bytes(16)}, lambda *a: pull_shown(*a, inline, 60.0)),
+        ({"payload_digest": bytes(16)}, lambda *a: pull_shown(*a, inline)),
         ({"rest": "nowhere"}, lambda *a: pull_exact(*a, inline)),
-        ({"payload": "nowhere"}, lambda *a: pull_shown(*a, inline, 60.0)),
+        ({"payload": "nowhere"}, lambda *a: pull_shown(*a, inline)),
         ({"digest": bytes(16)}, lambda *a: pull_exact(*a, inline)),
     ],
 )

@@ -8,7 +8,8 @@ from redis.crc import key_slot
 from diloco.pipeline.bus.cluster_slots import SLOTS, numbers, slot
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys
-from diloco.pipeline.bus.redis.redis_url import SILENT_S, is_tls, parse
+from diloco.pipeline.bus.redis.redis_url import is_tls, parse
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.view.page.join_command import Way
 
@@ -50,7 +51,7 @@ def test_the_zone_of_an_ipv6_address_is_read_and_shown_as_it_is_written_in_urls(
 
 def test_connections_end_soon_after_the_other_end_has_gone_without_a_word() -> None:
     options = parse("redis://a").options["socket_keepalive_options"]
-    assert int(1000 * SILENT_S) in options.values()
+    assert int(1000 * BUS_TIMES.silent_s) in options.values()
 
 
 @pytest.mark.parametrize(

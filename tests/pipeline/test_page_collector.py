@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.bus.ports import START
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.liveness import LIVE_S
 from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.wire import MOST_SECONDS
@@ -247,7 +247,7 @@ async def test_a_server_that_took_over_with_less_is_read_from_its_start() -> Non
             page.take(await next_event(events))
         assert page.same_as(collector.model.snapshot())
     running.cancel()
-    await asyncio.sleep(LIVE_S + 1)  # who had no time to write since the outage is not silent yet
+    await asyncio.sleep(BUS_TIMES.live_s + 1)  # who had no time to write since the outage is not silent yet
     fresh = collector_of(world)
     for one in (collector, fresh):
         await one.poll()

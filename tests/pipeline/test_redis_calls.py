@@ -17,6 +17,7 @@ from diloco.pipeline.bus.redis import node_connections
 from diloco.pipeline.bus.redis.redis_errors import translate
 from diloco.pipeline.bus.redis.redis_url import parse
 from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.times import BusTimes
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import (
     BadMessage,
@@ -130,7 +131,7 @@ async def test_a_key_with_what_no_party_writes_is_named_with_what_to_do_about_it
 async def test_a_turn_that_comes_late_is_no_silence_of_the_server(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls would fail, and what they had downloaded would begin anew."""
     monkeypatch.setattr(node_connections, "LANES", dict.fromkeys(node_connections.LANES, 1))
-    monkeypatch.setattr("diloco.pipeline.bus.redis.fragment_bus.BULK_S", 0.3)
+    monkeypatch.setattr("diloco.pipeline.bus.redis.fragment_bus.BUS_TIMES", BusTimes(payload_call_s=0.3))
     keys = [bus.keys.delta_payload(0, "l0", "0" * 8, serial) for serial in range(4)]
     assert await asyncio.gather(*(bus.read_chunks(key, 0, 1, 4, block_s=0.2) for key in keys)) == [[]] * 4
 

@@ -6,7 +6,8 @@ from itertools import islice
 import pytest
 
 from diloco.pipeline.errors import BusError, BusUnavailable, PayloadIncomplete
-from diloco.pipeline.retry import LEAST_S, Backoff, Retries, retry
+from diloco.pipeline.retry import Backoff, Retries, retry
+from diloco.pipeline.waiting import TICK_S
 from diloco_studies.virtual.virtual_time import run_virtual
 
 BACKOFF = Backoff(0.5, 3.0)
@@ -73,7 +74,7 @@ def test_each_fragment_has_waits_of_its_own() -> None:
     assert retries.choose([1, 2], 0.0) == (2, None)
     retries.tried(2, False, 0.25)
     assert retries.choose([1, 2], 0.25) == (None, 0.25)
-    assert retries.choose([1, 2], 0.5 - LEAST_S / 2) == (None, LEAST_S)
+    assert retries.choose([1, 2], 0.5 - TICK_S / 2) == (None, TICK_S)
     assert retries.choose([1, 2], 0.5) == (1, None)
     retries.tried(1, False, 0.5)
     assert retries.choose([1], 0.5) == (None, 1.0)

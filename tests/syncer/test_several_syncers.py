@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.calls import CONTROL_S
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
@@ -97,7 +97,7 @@ class OneUnanswered:
             self.happened = True
             if self.takes_effect:
                 await original(*args)
-            await asyncio.sleep(CONTROL_S)
+            await asyncio.sleep(BUS_TIMES.call_s)
             raise BusUnavailable("no answer")
 
         return call
@@ -278,7 +278,7 @@ async def test_a_lease_that_no_syncer_has_is_taken_over_and_the_status_names_it(
 @in_virtual_time
 async def test_a_healthy_syncer_loses_no_lease_by_a_call_that_is_not_answered(method: str, takes_effect: bool) -> None:
     """Though the bus takes two lease times to say so; nor do the others ever miss the syncer."""
-    assert CONTROL_S >= 2 * LEASE_S
+    assert BUS_TIMES.call_s >= 2 * LEASE_S
     world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
     a = Syncer(world, "a")
     learners = learners_of(world)

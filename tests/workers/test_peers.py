@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.moments import MomentsWish, OptimizerKind
@@ -206,7 +207,7 @@ async def test_an_offer_survives_its_donor_and_expires() -> None:
     assert value_of(await world.party("l1").ask()) == 3.0
     await world.kill("l0")
     await world.bus.write_report(samples.report("l5", step=500))
-    await asyncio.sleep(module.LIVE_S - 1)
+    await asyncio.sleep(BUS_TIMES.live_s - 1)
     assert await world.timed(world.party("l2").ask()) == (3.0, 0.0)
     await asyncio.sleep(module.OFFER_TTL_S)
     await world.bus.write_report(samples.report("l5", step=500))

@@ -31,8 +31,6 @@ S_contra = TypeVar("S_contra", contravariant=True)
 # A delta that was neither merged nor refused expires after this.
 DELTA_TTL_S = 600.0
 INITIAL_TTL_S = 600.0
-# A payload that takes several reads is kept alive for this long from each read on.
-SLOW_PULL_S = 60.0
 # While a learner joins, one in this many fragments is in flight at a time.
 PART = 32
 
@@ -138,7 +136,7 @@ class OwnCarrier:
         member, p = self._member, head.fragment
         elements, sync = member.layout.fragments[p].elements, self._syncs[p]
         try:
-            pulled = await pull_shown(member.bus, head, elements, sync, member.offload, SLOW_PULL_S)
+            pulled = await pull_shown(member.bus, head, elements, sync, member.offload)
         except BadPayload as error:
             member.log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
             return None

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from diloco.pipeline.agreement import PATIENCE_S
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable
 from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.payload.codec import chunk_count
@@ -44,7 +44,7 @@ class Version0:
             SpecMismatch: the run has another spec by now.
             UsageError: the values are not finite.
         """
-        patience_s = PATIENCE_S if trained else 0.0
+        patience_s = BUS_TIMES.other_spec_s if trained else 0.0
         bus, retry = self._bus, self._member.outages.retry
         # If heads are lost, an upload that is there already has failed to bring them back. Below, another learner's
         # fresh values are treated likewise: trained values take precedence over them.

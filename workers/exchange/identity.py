@@ -2,7 +2,7 @@
 
 | the last process with this id                | the new process                                        |
 |----------------------------------------------|--------------------------------------------------------|
-| none, has left, or silent for LIVE_S         | is the next generation, at once                        |
+| none, has left, or silent for `BUS_TIMES.live_s`         | is the next generation, at once                        |
 | reported lately, silent while it is watched  | is the next generation after SILENT_S (it was killed)  |
 | reports while it is watched                  | is refused: `IdTaken`                                  |
 
@@ -17,11 +17,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from diloco.pipeline.bus.ports import Clock, Reports
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import IdTaken, LearnerReplaced
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 
-# A process that has not reported for this long is not even watched.
-LIVE_S = 5.0
 # Several times the interval between two reports.
 SILENT_S = 1.0
 LOOK_S = 0.1
@@ -99,7 +98,7 @@ class Identity:
                     "`close()`), or give this one an id of its own (--learner-id, learner_id=), or none: then it makes "
                     "one up"
                 )
-            if seen.report.left or seen.age_s > LIVE_S or self._clock.now() - quiet_since > SILENT_S:
+            if seen.report.left or seen.age_s > BUS_TIMES.live_s or self._clock.now() - quiet_since > SILENT_S:
                 return seen.report.generation + 1
             await asyncio.sleep(LOOK_S)
 

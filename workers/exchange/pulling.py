@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import Clock
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.head import Head
@@ -201,7 +202,6 @@ class _Chosen:
         return self.head
 
 
-TAPE_BLOCK_S = 1.0
 LOOK_AT_ALL_S = 5.0  # between two looks at all heads, even if the tape says nothing
 # A live syncer would have restored lost heads within this time. After it, learners restart the run from the globals
 # that they have adopted.
@@ -247,7 +247,7 @@ class Following:
                 await self._look_at_all()
                 if len(cursors) < bus.keys.groups:  # a server could not be reached
                     cursors = await bus.tape_end() | cursors
-            entries = await bus.read_tape(cursors, TAPE_BLOCK_S)
+            entries = await bus.read_tape(cursors, BUS_TIMES.block_s)
             cursors |= {entry.group: entry.entry_id for entry in entries}
             for record in (entry.record for entry in entries):
                 if isinstance(record, Rejected):
@@ -290,7 +290,7 @@ class Following:
                 member.log.info("heads_found", after_s=round(now - lost, 1))
                 self._lost_since_s, self._shared.offer_again = None, True
             return
-        self._look_at_all_s = now + TAPE_BLOCK_S
+        self._look_at_all_s = now + BUS_TIMES.block_s
         if lost is None:
             self._lost_since_s = now
             detail = f"a syncer puts them back; else this learner uploads what it has adopted after {LOST_HEADS_S:g} s"

@@ -7,7 +7,8 @@ one stays.
 
 import asyncio
 
-from diloco.pipeline.agreement import PATIENCE_S, differences
+from diloco.pipeline.agreement import differences
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
@@ -56,7 +57,7 @@ class Agreement:
             await asyncio.sleep(LOOK_S)
             await self.look()
 
-    async def look(self, patience_s: float = PATIENCE_S) -> None:
+    async def look(self, patience_s: float = BUS_TIMES.other_spec_s) -> None:
         """Check that the bus has this spec; put it there if the bus has none.
 
         Raises:

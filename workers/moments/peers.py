@@ -21,8 +21,10 @@ import numpy as np
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock, MomentsBoard
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadPayload, BusError, DilocoError
 from diloco.pipeline.fragments import Layout
+from diloco.pipeline.liveness import is_live
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, OptimizerKind
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.transfer.payloads import pull, push
@@ -44,7 +46,6 @@ WISH_TTL_S, CLAIM_TTL_S, OFFER_TTL_S = 30.0, 3.0, 60.0
 PAYLOAD_TTL_S = 2 * OFFER_TTL_S
 # The moments of a peer with fewer steps of its own are not worth waiting for.
 USEFUL_STEPS = 20
-LIVE_S = 5.0
 
 NOTHING = np.empty(0, np.float32)
 
@@ -85,7 +86,7 @@ class Peers:
         if state is not None and state.phase is not Phase.RUNNING:
             return False
         return any(
-            seen.age_s < LIVE_S and not seen.report.left and seen.report.step >= USEFUL_STEPS
+            is_live(seen, BUS_TIMES.live_s) and seen.report.step >= USEFUL_STEPS
             for seen in await self._bus.read_reports()
             if seen.report.learner != self._learner
         )

@@ -20,13 +20,8 @@ from diloco.pipeline.bus.redis.node_connections import BLOCKING, Lane, Lanes
 from diloco.pipeline.bus.redis.nodes import Nodes
 from diloco.pipeline.bus.redis.redis_errors import refused, scripts_missing
 from diloco.pipeline.bus.redis.redis_url import Place
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable, DilocoError, NotPermitted, Oversized
-
-# Time limits of one call; a blocking read has its `block_s` on top of its limit.
-CONTROL_S = 10.0
-BULK_S = 60.0
-# Poll interval for streams in several slots: one XREAD cannot block on keys of different slots.
-POLL_S = 0.2
 
 # Keys or fields per round trip when all of them are visited.
 SCANNED = 1000
@@ -148,7 +143,7 @@ class RedisCalls:
 
         async def ask(address: HostPort | None) -> Any:
             try:
-                async with self._lanes.call(lane, CONTROL_S, address) as client:
+                async with self._lanes.call(lane, BUS_TIMES.call_s, address) as client:
                     return await client.execute_command(*command)
             except DilocoError as error:
                 return error
@@ -165,7 +160,7 @@ class RedisCalls:
 
     async def command(self, *args: Any) -> Any:
         """Send one command on the control lane; return its reply."""
-        async with self.call("control", CONTROL_S, key_of(args)) as client:
+        async with self.call("control", BUS_TIMES.call_s, key_of(args)) as client:
             return await client.execute_command(*args)
 
     async def script(self, name: str, keys: Sequence[str], *args: Any, lane: Lane = "control") -> list[Any]:
@@ -174,7 +169,7 @@ class RedisCalls:
         command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
         node = self._lanes.node_of(keys[0])
         for last_try in (False, True):
-            async with self._lanes.call(lane, CONTROL_S, node, keys[0]) as client:
+            async with self._lanes.call(lane, BUS_TIMES.call_s, node, keys[0]) as client:
                 try:
                     reply = await zero_copy.ask(client, command)
                     break
@@ -207,7 +202,7 @@ class RedisCalls:
                 continue
             missing = [one for one, found in zip(listed, there, strict=True) if not found]
             try:
-                async with self._lanes.call(lane, CONTROL_S, node) as client:
+                async with self._lanes.call(lane, BUS_TIMES.call_s, node) as client:
                     for one in missing:
                         await client.execute_command("SCRIPT LOAD", one.text)
             except NotPermitted:
@@ -286,7 +281,7 @@ class RedisCalls:
         but_for: types of errors that are returned among the replies instead.
         """
         listed = list(commands)
-        replies = await self.pipeline("control", CONTROL_S, listed)
+        replies = await self.pipeline("control", BUS_TIMES.call_s, listed)
         for command, reply in zip(listed, replies, strict=True):
             if isinstance(reply, Exception) and not isinstance(reply, but_for):
                 raise self._error(reply, key_of(command)) from reply
@@ -296,7 +291,7 @@ class RedisCalls:
         """Yield the keys of all nodes that match a pattern, in parts; keys added or deleted meanwhile may be missed."""
         found = set[bytes]()
         for node in self.nodes.all():
-            async with self._lanes.call("bulk", BULK_S, node) as client:
+            async with self._lanes.call("bulk", BUS_TIMES.payload_call_s, node) as client:
                 found |= {key async for key in client.scan_iter(match=pattern, count=SCANNED)}
         listed = sorted(found)
         for first in range(0, len(listed), SCANNED):
@@ -354,7 +349,7 @@ class RedisCalls:
         Raises:
             Oversized: all replies together have more than `most_bytes`.
         """
-        async with self.call("control", CONTROL_S, key) as client:
+        async with self.call("control", BUS_TIMES.call_s, key) as client:
             replies = await zero_copy.send(client, commands, most_bytes)
         self.notice(replies, key)
         for command, reply in zip(commands, replies, strict=True):
@@ -395,7 +390,7 @@ class RedisCalls:
         command, lane = self.xread(cursors, limit, block_s, "control")
         most_bytes = zero_copy.ANY_SIZE if value_bytes is None else MOST_READ_BYTES
         try:
-            async with self.call(lane, CONTROL_S + block_s, next(iter(cursors))) as client:
+            async with self.call(lane, BUS_TIMES.call_s + block_s, next(iter(cursors))) as client:
                 return _entries(await zero_copy.ask(client, command, most_bytes))
         except Oversized:
             return _entries(await self.script("read_cut", list(cursors), limit, value_bytes, *cursors.values()))
@@ -411,7 +406,7 @@ class RedisCalls:
         now = asyncio.get_running_loop().time
         until = now() + block_s
         while True:
-            replies = await self.pipeline("control", CONTROL_S, commands)
+            replies = await self.pipeline("control", BUS_TIMES.call_s, commands)
             error = next((reply for reply in replies if isinstance(reply, Exception)), None)
             if away is not None:
                 away |= {
@@ -430,7 +425,7 @@ class RedisCalls:
                 if error is not None and not found and away is None:
                     raise self._error(error, None) from error
                 return found
-            await asyncio.sleep(min(POLL_S, max(0.0, until - now())))
+            await asyncio.sleep(min(BUS_TIMES.poll_s, max(0.0, until - now())))
 
 
 def _entries(reply: Any) -> list[tuple[str, list[tuple[str, bytes]]]]:

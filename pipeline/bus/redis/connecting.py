@@ -13,20 +13,17 @@ from redis.asyncio import ConnectionPool, Redis
 from diloco.pipeline.bus import server
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.calls import RedisCalls, unix_ms
-from diloco.pipeline.bus.redis.node_connections import LOOK_AGAIN_S, TAKEN_PLACE
+from diloco.pipeline.bus.redis.node_connections import TAKEN_PLACE
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, NoSentinel, SentinelNodes
 from diloco.pipeline.bus.redis.redis_errors import ERRORS, IS_IT_THERE, NAME_REDIS, NO_TLS, translate
-from diloco.pipeline.bus.redis.redis_url import CONNECT_S, Place, is_tls, parse
+from diloco.pipeline.bus.redis.redis_url import Place, is_tls, parse
 from diloco.pipeline.bus.redis.zero_copy import drop_all
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, UsageError
 from diloco.pipeline.tls import check_files
 
 # Appended to errors of a server that refuses a party, or does not answer, at the party's start.
 DOCTOR = " (`diloco doctor` finds out more)"
-# How long to read from a server that closes connections: one that accepts none sends the reason before any command.
-REFUSED_S = 1.0
-# How long a new party waits for a primary that answers: sentinels need some seconds to replace one.
-NEXT_PRIMARY_S = 15.0
 
 
 async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
@@ -91,7 +88,7 @@ async def _nodes(place: Place) -> Nodes:
 
 
 async def _find_primary(sentinels: SentinelNodes, place: Place) -> None:
-    """Find a primary that answers. If it has just died, wait up to NEXT_PRIMARY_S until another one has replaced it.
+    """Find a primary that answers. If it has just died, wait up to `next_primary_s` until another one is there.
 
     Raises:
         UsageError: it cannot be used.
@@ -100,7 +97,7 @@ async def _find_primary(sentinels: SentinelNodes, place: Place) -> None:
     """
     failed: BusUnavailable | None = None
     try:
-        async with asyncio.timeout(NEXT_PRIMARY_S):
+        async with asyncio.timeout(BUS_TIMES.next_primary_s):
             while True:
                 try:
                     await sentinels.refresh()
@@ -116,9 +113,9 @@ async def _find_primary(sentinels: SentinelNodes, place: Place) -> None:
                     if error.remedy not in ("", IS_IT_THERE):  # it runs, but needs another kind of connection
                         raise
                     failed = error
-                await asyncio.sleep(LOOK_AGAIN_S)
+                await asyncio.sleep(BUS_TIMES.poll_s)
     except TimeoutError:
-        assert failed is not None  # noqa: S101  # one lookup and one connection take less than NEXT_PRIMARY_S
+        assert failed is not None  # noqa: S101  # one lookup and one connection take less than the limit
         raise BusUnavailable(failed.found, failed.remedy and TAKEN_PLACE, failed.said) from None
 
 
@@ -135,7 +132,7 @@ async def _is_cluster(place: Place, address: HostPort | None) -> bool:
     except (ValueError, TypeError):
         raise UsageError("Redis URL with an option (?name=value) that cannot be used") from None
     try:
-        async with asyncio.timeout(2 * CONNECT_S):
+        async with asyncio.timeout(2 * BUS_TIMES.connect_s):
             info: dict[str, Any] = await probe.info()
     except TypeError:
         raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
@@ -159,10 +156,14 @@ async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[
     """
     tls, kind = is_tls(place.options), "+sentinel" if place.service else ""
     unavailable = isinstance(error, BusUnavailable)
-    if unavailable and tls and any(await asyncio.gather(*(_says(one, b"PING\r\n", CONNECT_S) for one in asked))):
+    if (
+        unavailable
+        and tls
+        and any(await asyncio.gather(*(_says(one, b"PING\r\n", BUS_TIMES.connect_s) for one in asked)))
+    ):
         return UsageError(f"Redis at {where}: {NO_TLS}", f"{NAME_REDIS}{kind}://")
     if unavailable and re.search("closed by server|reset by peer|[Cc]onnection lost|Broken pipe", str(error)):
-        unasked = [] if tls else await asyncio.gather(*(_says(one, b"", REFUSED_S) for one in asked))
+        unasked = [] if tls else await asyncio.gather(*(_says(one, b"", BUS_TIMES.ask_s) for one in asked))
         if refusal := next((said[1:] for said in unasked if said.startswith("-")), ""):
             told = translate(rx.ResponseError(refusal), where, place.user)
             return told if isinstance(told, BusUnavailable) else BusUnavailable(error.found, "", refusal)

@@ -11,12 +11,10 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Connection
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms
 from diloco.pipeline.bus.redis.redis_errors import refused
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
-
-# Least time between two warnings of the same event.
-WARN_S = 60.0
 
 
 def held(answer: Any) -> bool:
@@ -56,9 +54,9 @@ class RedisConnection(Connection):
         await self._redis.close()
 
     def _warn(self, event: str, **said: object) -> None:
-        """Log a warning, at most once in WARN_S per event."""
+        """Log a warning, at most once in `warn_s` per event."""
         now = asyncio.get_running_loop().time()
-        if now - self._warned_s.get(event, -math.inf) >= WARN_S:
+        if now - self._warned_s.get(event, -math.inf) >= BUS_TIMES.warn_s:
             self._warned_s[event] = now
             structlog.get_logger().warning(event, **said)
 

@@ -26,9 +26,10 @@ from diloco.pipeline.bus.ports import (
     TapeEntry,
 )
 from diloco.pipeline.bus.redis import zero_copy
-from diloco.pipeline.bus.redis.calls import BULK_S, RedisCalls, key_of, script, to_ms
+from diloco.pipeline.bus.redis.calls import RedisCalls, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection, held
 from diloco.pipeline.bus.redis.redis_errors import THERE, unlink
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, BusUnavailable, NotPermitted, Oversized, ScriptsMissing
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
@@ -188,7 +189,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
     async def _send(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Send commands whose arguments may be encoded chunks; return the replies, errors included."""
         key = key_of(commands[0])
-        async with self._redis.call("bulk", BULK_S, key) as client:
+        async with self._redis.call("bulk", BUS_TIMES.payload_call_s, key) as client:
             replies = await zero_copy.send(client, commands)
         self._redis.notice(replies, key)
         return replies
@@ -205,7 +206,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         cursors = {key: f"{first}-0"}
         command, lane = self._redis.xread(cursors, limit, block_s, "payloads")
         try:
-            async with self._redis.call(lane, BULK_S + block_s, key) as client:
+            async with self._redis.call(lane, BUS_TIMES.payload_call_s + block_s, key) as client:
                 # The values are views of one buffer; they keep it alive, and nothing writes to it any more.
                 key_then_entries = await zero_copy.receive(client, command, *zero_copy.of_chunks(limit, chunk_bytes))
         except Oversized as error:

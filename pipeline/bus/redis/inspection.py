@@ -19,12 +19,13 @@ from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys, run_of
-from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
+from diloco.pipeline.bus.redis.calls import RedisCalls, key_of, script
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
 from diloco.pipeline.bus.redis.redis_url import is_tls, parse
 from diloco.pipeline.bus.redis.zero_copy import drop_all
 from diloco.pipeline.bus.server import BUFFER_LIMIT, FULL_COVERAGE, Address, Server
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import DilocoError, NotPermitted
 
 # Settings that INFO does not report. Many hosted services forbid CONFIG.
@@ -132,7 +133,7 @@ class RedisExamination:
 
     async def user(self) -> str:
         """Return the server's name for this connection's user; "" if the user may not ask and the error names none."""
-        async with self._calls.call("control", CONTROL_S) as client:
+        async with self._calls.call("control", BUS_TIMES.call_s) as client:
             try:
                 return _text(await client.execute_command("ACL WHOAMI"))
             except rx.NoPermissionError as error:
@@ -181,7 +182,7 @@ class RedisExamination:
         return next((answer for answer in answers if answer), "")
 
     async def _refused(self, probe: Probe) -> str:
-        async with self._calls.call("control", CONTROL_S, key_of(probe)) as client:
+        async with self._calls.call("control", BUS_TIMES.call_s, key_of(probe)) as client:
             try:
                 await client.execute_command(*probe)
             except rx.NoPermissionError as error:
@@ -216,7 +217,7 @@ async def takes_without_certificate(url: str) -> bool:
     pool = ConnectionPool(**replace(place, options=options).at(next(iter(place.hosts), None)))
     client = Redis.from_pool(pool)
     try:
-        async with asyncio.timeout(CONTROL_S):
+        async with asyncio.timeout(BUS_TIMES.call_s):
             await client.info()
     except (rx.AuthenticationError, rx.ResponseError):
         return True

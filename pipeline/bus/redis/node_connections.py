@@ -16,10 +16,11 @@ import structlog
 from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.hosts import HostPort
-from diloco.pipeline.bus.redis.nodes import REFRESH_S, Nodes
+from diloco.pipeline.bus.redis.nodes import Nodes
 from diloco.pipeline.bus.redis.redis_errors import ERRORS, IS_IT_THERE, translate
 from diloco.pipeline.bus.redis.redis_url import Place
 from diloco.pipeline.bus.redis.zero_copy import drop_all
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable, DilocoError, LoginRefused
 
 Lane = Literal["control", "leases", "bulk", "payloads", "blocking", "blocking payloads"]
@@ -37,8 +38,6 @@ BLOCKING: dict[Lane, Lane] = {"control": "blocking", "payloads": "blocking paylo
 # Lanes on which hundreds of calls may wait for a turn. That wait says nothing about the server, so it does not count
 # towards a call's time limit.
 CROWDED: frozenset[Lane] = frozenset({"payloads", "blocking", "blocking payloads"})
-# Least time between two lookups that failed calls ask for.
-LOOK_AGAIN_S = 0.2
 
 # Remedy for a server that was named by sentinels or a cluster, not by the URL.
 TAKEN_PLACE = "start it again, unless a replica takes its place, which is detected automatically"
@@ -203,11 +202,11 @@ class Lanes:
                 self._begin(way.close())
 
     async def _follow(self) -> None:
-        """Look the nodes up every REFRESH_S, and at once when a call has found a problem with one."""
+        """Look the nodes up every `refresh_s`, and at once when a call has found a problem with one."""
         failing = ""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_S):
+                async with asyncio.timeout(BUS_TIMES.refresh_s):
                     await self._wake.wait()
             self._wake.clear()
             before = set(self.nodes.all())
@@ -229,7 +228,7 @@ class Lanes:
                 self._leave(gone)
                 with suppress(DilocoError):
                     await self._found(came)
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(BUS_TIMES.poll_s)
 
     async def close(self) -> None:
         """End all calls in flight and close all connections."""

@@ -1,8 +1,8 @@
 """Discovery of the servers that hold a run's keys, and of the one that holds a given key; repeated when that changes.
 
 There are three kinds: one server, whose host name may lead to another one later; a primary that sentinels know; and the
-primaries of a cluster, by slot. The last two are looked up every REFRESH_S. So a primary whose machine failed silently,
-or which was demoted but still answers, is left as soon as another one has replaced it.
+primaries of a cluster, by slot. The last two are looked up every `refresh_s`. So a primary whose machine failed
+silently, or which was demoted but still answers, is left as soon as another one has replaced it.
 """
 
 import asyncio
@@ -19,16 +19,10 @@ from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.redis_errors import translate
 from diloco.pipeline.bus.redis.redis_url import Place
 from diloco.pipeline.bus.redis.zero_copy import drop
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable, UsageError
 
 T = TypeVar("T")
-
-# Time between two lookups of the primaries.
-REFRESH_S = 2.0
-# Time limit for one sentinel or node in a lookup. It is short because several are asked at once, and most answer.
-ASK_S = 1.0
-# Once most have answered, the others get this much more time.
-REST_S = 0.1
 
 
 class Nodes:
@@ -270,10 +264,10 @@ def _fields(flat: list[bytes]) -> Mapping[str, str]:
 
 async def _ask(host: HostPort, options: Mapping[str, Any], *command: str) -> Any:
     """Send one command on a connection of its own, so that no other call can hold it up."""
-    given = {**options, "host": host.host, "port": host.port, "socket_connect_timeout": ASK_S}
+    given = {**options, "host": host.host, "port": host.port, "socket_connect_timeout": BUS_TIMES.ask_s}
     connection: Any = ConnectionPool(**given).make_connection()  # type: ignore[no-untyped-call]
     try:
-        async with asyncio.timeout(ASK_S):
+        async with asyncio.timeout(BUS_TIMES.ask_s):
             await connection.connect()
             await connection.send_command(*command)
             return await connection.read_response()
@@ -282,7 +276,7 @@ async def _ask(host: HostPort, options: Mapping[str, Any], *command: str) -> Any
 
 
 async def _most(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Run calls concurrently until a majority has succeeded, plus REST_S for the others.
+    """Run calls concurrently until a majority has succeeded, plus `rest_s` for the others.
 
     Returns:
         The successful results if they are a majority; otherwise all results, with exceptions among them.
@@ -295,7 +289,7 @@ async def _most(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
             pending = {task for task in tasks if not task.done()}
             found = [task for task in tasks if task.done() and task.exception() is None]
         if pending:
-            await asyncio.wait(pending, timeout=REST_S)
+            await asyncio.wait(pending, timeout=BUS_TIMES.rest_s)
     finally:
         for task in tasks:
             task.cancel()

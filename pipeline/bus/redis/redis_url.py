@@ -15,11 +15,9 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
 from redis.asyncio.connection import parse_url
 
 from diloco.pipeline.bus.hosts import SENTINEL_SCHEMES, SENTINELS_LOGIN, HostPort, Hosts
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import UsageError
 
-CONNECT_S = 5.0
-# A connection is lost if its peer has acknowledged nothing for this time: a machine that fails sends no FIN or RST.
-SILENT_S = 10.0
 _PROBES = 3
 
 _MALFORMED = (
@@ -75,7 +73,7 @@ def parse(url: str) -> Place:
 
 _USUAL: dict[str, Any] = {
     # socket_timeout would cut blocking reads short; every call has its own time limit instead.
-    **{"socket_timeout": None, "socket_connect_timeout": CONNECT_S, "protocol": 2},
+    **{"socket_timeout": None, "socket_connect_timeout": BUS_TIMES.connect_s, "protocol": 2},
     **{"decode_responses": False, "socket_read_size": 2**20, "max_connections": 2**20},
 }
 
@@ -110,13 +108,13 @@ def _of_hosts(parts: SplitResult, named: Hosts) -> Place:
 
 
 def _keepalive() -> dict[int, int]:
-    """Return the TCP options of this system that detect a silent peer within SILENT_S."""
-    each_s = int(SILENT_S / (_PROBES + 1))
+    """Return the TCP options of this system that detect a silent peer within `silent_s`."""
+    each_s = int(BUS_TIMES.silent_s / (_PROBES + 1))
     values = {
         "TCP_KEEPIDLE": each_s,
         "TCP_KEEPINTVL": each_s,
         "TCP_KEEPCNT": _PROBES,
-        "TCP_USER_TIMEOUT": int(1000 * SILENT_S),  # while sent bytes are unacknowledged, TCP sends no keepalive probes
+        "TCP_USER_TIMEOUT": int(1000 * BUS_TIMES.silent_s),  # while sent bytes are unacknowledged, no probes are sent
     }
     return {getattr(socket, name): value for name, value in values.items() if hasattr(socket, name)}
 

@@ -20,6 +20,7 @@ from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms, unix_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.bus.redis.redis_errors import unlink
 from diloco.pipeline.bus.redis.run_list import RedisRuns
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
@@ -247,7 +248,7 @@ class RedisMomentsExchange(RedisConnection, MomentsExchange):
     async def read_moments(self) -> MomentsBoard:
         keys = [self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer]
         most_bytes = MomentsWish.max_bytes, MomentsOffer.max_bytes
-        found = await self._redis.script("read_moments", keys, to_ms(schema.MOMENTS_S), *most_bytes)
+        found = await self._redis.script("read_moments", keys, to_ms(BUS_TIMES.moments_ttl_s), *most_bytes)
         return schema.moments_board(*found)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:

@@ -15,6 +15,7 @@ from diloco.pipeline.bus.ports import (
     RunLogs,
     SpecAndState,
 )
+from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
@@ -195,7 +196,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
         stored = [self._bytes(key) for key in keys]  # types before the first write
         for key in keys:
-            self._bound(key, schema.MOMENTS_S)
+            self._bound(key, BUS_TIMES.moments_ttl_s)
         return schema.moments_board(*stored)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
