@@ -14,6 +14,7 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS
+from diloco.syncer.times import TIMES
 
 # The head records the bases of two merges, and has room for `MAX_LEARNERS` of them.
 MAX_MEMBERS = MAX_LEARNERS // 2
@@ -295,9 +296,6 @@ class Diverged:
 
 # --- uploads on their way --------------------------------------------------------------------------------
 
-# Least time that an upload is given, s, for a learner whose machine is busy. A learner that was killed while it
-# published can delay a merge for this long.
-LEAST_UPLOAD_S = 1.0
 # Uploads that missed the deadline lengthen it by at most this factor.
 TIMEOUT_FACTOR = 2.0
 # An upload has stopped if nothing came for this many times its last gap between two chunks, or for `TIMEOUT_FACTOR`
@@ -337,5 +335,5 @@ class UploadProgress:
             upload_s: the upload deadline, s.
         """
         serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
-        since = now - max(LEAST_UPLOAD_S, min(SILENT_CHUNKS * gap_s, TIMEOUT_FACTOR * upload_s))
+        since = now - max(TIMES.least_upload_s, min(SILENT_CHUNKS * gap_s, TIMEOUT_FACTOR * upload_s))
         return came_s >= since or (serial < header.serial and at >= since)

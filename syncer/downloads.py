@@ -21,10 +21,11 @@ from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader
 from diloco.pipeline.transfer.payloads import Offload, arriving
 from diloco.pipeline.waiting import woken_or_done
-from diloco.syncer.admission import LEAST_UPLOAD_S, TIMEOUT_FACTOR, Offer, UploadProgress
+from diloco.syncer.admission import TIMEOUT_FACTOR, Offer, UploadProgress
 from diloco.syncer.grace import DECAY
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
+from diloco.syncer.times import TIMES
 
 # A sound delta, or the reason and detail of its refusal.
 Outcome = Delta | tuple[RefusalReason, str]
@@ -33,13 +34,8 @@ Outcome = Delta | tuple[RefusalReason, str]
 MOST_ARRIVED = 1024
 # Headers handled before the window decides again, so that a flood cannot keep it from deciding.
 MOST_AT_ONCE = 256
-RETRY_S = 0.2
-# Reading pauses for this long after a flood was cut, since more of it may follow at once.
-FLOODED_S = 0.1
 
 
-# Upload deadline before any upload was measured.
-FIRST_UPLOAD_S = 30.0
 # The upload deadline is this many times the smoothed upload time.
 UPLOAD_FACTOR = 4.0
 
@@ -122,7 +118,7 @@ class Arrivals:
             if flooding:
                 await self._cut.wait()
                 after = {**after, **{learner: self._looked.get(learner, START) for learner in flooding}}
-                await asyncio.sleep(FLOODED_S)
+                await asyncio.sleep(TIMES.flooded_s)
 
 
 def _of(entry: Offered) -> str:
@@ -140,7 +136,7 @@ class UploadEstimator:
     def upload_s(self) -> float:
         """Upload deadline, s: how long the uploads of a fixed set may take."""
         measured = self._upload.value
-        return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
+        return TIMES.first_upload_s if measured is None else max(TIMES.least_upload_s, UPLOAD_FACTOR * measured)
 
     def observe(self, seconds: float) -> bool:
         """Take the duration of an upload that has ended; return whether it was within the deadline."""
@@ -296,7 +292,9 @@ class Downloads:
                 break
             except BusError:
                 self._heard[offer.entry_id] = self._clock.now()
-                await asyncio.sleep(RETRY_S)  # retry until the bus answers, or `forget` or `close` cancels this task
+                await asyncio.sleep(
+                    TIMES.download_retry_s
+                )  # until the bus answers, or `forget` or `close` cancels this
             except Exception as error:  # a bug here must not block the window, so only this delta is refused
                 outcome = RefusalReason.BAD_PAYLOAD, f"{type(error).__name__}: {error}"
                 structlog.get_logger().error("delta_not_judged", learner=h.learner, fragment=h.fragment, exc_info=error)

@@ -12,27 +12,25 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.waiting import TICK_S
 from diloco.syncer import algorithm
+from diloco.syncer.times import TIMES
 
 # Share of the old estimate that each observation leaves. The paper smooths too, but does not publish its decay.
 DECAY = 0.8
 
 # A reported step time counts up to this multiple of the usual one, so that no report stretches a window further.
 SLOWEST_FACTOR = 10.0
-# No window waits longer, whatever step times are reported. It is a step of the slowest machines in serious use; a
-# learner with longer steps still gets into some windows, and into each that it opens itself.
-MOST_GRACE_S = 60.0
 # A learner's times are forgotten after this many merges without its delta. With K = 1 each learner may have a merge of
 # its own, so several merges can pass between two deltas of one learner.
 LATELY = 32
 
 
 def awaited_a_step(grace_s: float, slowest_s: float | None) -> bool:
-    """Return whether a window's grace was as long as its slowest learner's step, or as `MOST_GRACE_S`.
+    """Return whether a window's grace was as long as its slowest learner's step, or as `most_grace_s`.
 
     A learner can follow a window only at a step boundary, and may have had none in a grace that the slack made shorter
     than a step. slowest_s is from `MergedTimes.slowest_s`.
     """
-    return slowest_s is not None and grace_s > min(slowest_s, MOST_GRACE_S) - TICK_S
+    return slowest_s is not None and grace_s > min(slowest_s, TIMES.most_grace_s) - TICK_S
 
 
 class MergedTimes:
@@ -121,7 +119,7 @@ class GraceEstimator:
         The slack is computed with the step time of the slowest expected learner. The grace is meant for stragglers, and
         a straggler can follow only at its next step boundary; on mixed hardware, a grace measured in the steps of the
         fastest learner would close before that. For the same reason it is of no use to wait longer than one such step
-        (however long it may be) plus the latency of a header. That is the cap, within `MOST_GRACE_S`.
+        (however long it may be) plus the latency of a header. That is the cap, within `most_grace_s`.
 
         As in the paper, the sync time ends when the learners have the global. Only they know how long a pull takes.
 
@@ -144,4 +142,5 @@ class GraceEstimator:
         if slowest_s is None or self._quorum.value is None or self._sync.value is None:
             return None
         quorum_s, sync_s = (0.0, 0.0) if stretched else (self._quorum.value, self._sync.value + pull_s)
-        return min(MOST_GRACE_S, algorithm.grace(slowest_s, quorum_s, sync_s, overlap_steps, gamma, control_latency_s))
+        grace_s = algorithm.grace(slowest_s, quorum_s, sync_s, overlap_steps, gamma, control_latency_s)
+        return min(TIMES.most_grace_s, grace_s)

@@ -11,11 +11,9 @@ from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenRep
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MOST_TOKENS
-from diloco.syncer.admission import LEAST_UPLOAD_S, Offer, Refused
+from diloco.syncer.admission import Offer, Refused
+from diloco.syncer.times import TIMES
 from diloco.syncer.window import Conditions, State, Window
-
-# Interval between two reads of the reports, and so the resolution at which the end of the budget is noticed.
-WATCH_S = 0.25
 
 
 @dataclass(slots=True)
@@ -154,7 +152,7 @@ class RunWatch:
             The uploads, each with its refusal; and when to look again (None: no upload may become one of them).
         """
         stopped: list[tuple[Offer, Refused]] = []
-        again, quiet_s = [], max(LEAST_UPLOAD_S, self.liveness_s)
+        again, quiet_s = [], max(TIMES.least_upload_s, self.liveness_s)
         needed = window.state is State.UPLOADING
         for offer in window.not_uploaded():
             learner = offer.header.learner

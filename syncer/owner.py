@@ -21,7 +21,6 @@ from diloco.pipeline.messages.head import IDLE_VIEW, Head
 from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.pacing import Pace
 from diloco.pipeline.ramps import interval_in_force
-from diloco.pipeline.retry import Backoff
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.pipeline.waiting import first_of
 from diloco.syncer.committing import Loaded
@@ -29,10 +28,8 @@ from diloco.syncer.context import SyncerContext
 from diloco.syncer.initial_version import InitialVersions
 from diloco.syncer.merging.fragment import FragmentState, finite
 from diloco.syncer.session import OwnerState, Session
+from diloco.syncer.times import TIMES
 from diloco.syncer.window import State
-
-INITIAL_POLL_S = 0.1
-BACKOFF = Backoff(0.1, 2.0)
 
 
 class FragmentOwner:
@@ -81,7 +78,7 @@ class FragmentOwner:
 
     async def run(self) -> None:
         """Serve until the run is frozen, through lost leases, moved heads and bus outages."""
-        waits = BACKOFF.waits()
+        waits = TIMES.fragment_retry.waits()
         while not self._context.watch.frozen:
             await self._lease_or_freeze()
             if not self._serves():
@@ -170,7 +167,7 @@ class FragmentOwner:
                     return None
                 installed = await self._install()
             if not installed:
-                await asyncio.sleep(INITIAL_POLL_S)
+                await asyncio.sleep(TIMES.poll_s)
         return head
 
     async def _install(self) -> bool:

@@ -18,9 +18,7 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Poll
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
-
-# A reading that is older than this is not shown. Redis does not answer then, which other metrics tell.
-FRESH_S = 15.0
+from diloco.syncer.times import TIMES
 
 # (values of the labels, value); None for a value that is not known.
 Values = Iterator[tuple[tuple[str, ...], float | None]]
@@ -244,7 +242,7 @@ class RunMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics if this syncer leads and has read the run lately; otherwise nothing."""
         poll, now_s = self._reading.poll, self._clock.unix()
-        if poll is None or not self._leads() or now_s - poll.now_s > FRESH_S:
+        if poll is None or not self._leads() or now_s - poll.now_s > TIMES.reading_s:
             return
         for one in FIGURES:
             family = one.family()

@@ -28,9 +28,9 @@ from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.repair import Repair
 from diloco.syncer.refusals import Refusals
+from diloco.syncer.times import TIMES
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
-NOT_FINITE_PAUSE_S = 30.0  # upper bound of the backoff between merges whose outcome is not finite
 SUSPECTED_SHOWN = 64
 
 
@@ -343,7 +343,7 @@ class Session:
         window, state, gone = self.window, self._state, merge.contributions
         window.not_merged(merge)
         detail = f"merged with it, fragment {self._p} would not be finite: version {window.version} is kept"
-        pause_s = min(2.0 ** min(state.not_finite_times, 5), NOT_FINITE_PAUSE_S)
+        pause_s = min(2.0 ** min(state.not_finite_times, 5), TIMES.not_finite_pause_s)
         state.not_finite_times += 1
         self._log.error("merge_not_finite", learners=[o.header.learner for o in gone], detail=detail, pause_s=pause_s)
         refused = [Refused(RefusalReason.MERGE_NOT_FINITE, detail, offer.header.tokens) for offer in gone]

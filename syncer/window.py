@@ -101,11 +101,7 @@ from diloco.syncer.admission import (
     same_delta,
     same_training,
 )
-
-# The grace while there are no estimates yet.
-SETTLE_S = 2.0
-# An extension of the upload deadline is at least this long.
-LEAST_MORE_S = 1.0
+from diloco.syncer.times import TIMES
 
 
 class State(StrEnum):
@@ -128,7 +124,7 @@ class Conditions:
     """Live learners on the current base. It is pointless to wait for any other."""
     live: int
     grace_s: float | None
-    """None before the first estimates; the window uses `SETTLE_S` then."""
+    """None before the first estimates; the window uses `first_grace_s` then."""
     upload_s: float
     """Time that the uploads of M_t may take."""
     draining: bool = False
@@ -382,7 +378,7 @@ class Window:
                 return Wait(None, f"no delta asks for a merge, {len(self._members)} waiting")
             case Collecting():
                 if count >= given.quorum:
-                    grace_s = SETTLE_S if given.grace_s is None else given.grace_s
+                    grace_s = TIMES.first_grace_s if given.grace_s is None else given.grace_s
                     return Grace(phase.opened_at, now, now + grace_s, missing)
                 if self._refused - given.suspected - self._members.keys() or self._others_wait():
                     return Reopened((), f"{left} left after a refusal", phase.opened_at)
@@ -431,7 +427,7 @@ class Window:
         if len(done) < given.quorum:
             all_come = all(m.offer.entry_id in given.arriving for m in waiting.values())
             if waiting and all_come and not self._others_wait():
-                until = now + max(given.upload_s, LEAST_MORE_S)
+                until = now + max(given.upload_s, TIMES.least_upload_s)
                 return replace(phase, deadline=until)
             reason = f"{len(done)} of quorum {given.quorum} uploaded in time"
             return Reopened(overdue, reason, phase.opened_at, in_vain)

@@ -116,6 +116,7 @@ PURE = (
     "syncer/grace.py",
     "syncer/serving/sharing.py",
     "syncer/membership.py",
+    "syncer/times.py",
     "syncer/window.py",
     "workers/encoding.py",
     "workers/exchange/shared.py",

@@ -35,6 +35,7 @@ from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.fragment_bus import RedisPayloadStore
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.merging import repair
+from diloco.syncer.times import SyncerTimes
 from diloco.workers.exchange import pulling
 from diloco.workers.learner import Learner
 from tests import HANGING_S
@@ -144,7 +145,7 @@ def trace(url: str, run: str = "way") -> Way:
         fragments=1, sync_interval=INTERVAL, first_interval=0, outer_warmup=0, quorum=1, tokens=2**40, **UNSTRETCHED
     )
     with (
-        patch.object(repair, "LOOK_S", OFTEN_S),
+        patch.object(repair, "TIMES", SyncerTimes(repair_s=OFTEN_S)),
         patch.object(pulling, "LOOK_AT_ALL_S", OFTEN_S),
         recorder.installed(),
         a_syncer(url, run),

@@ -30,7 +30,7 @@ from diloco.pipeline.settings import defaults
 from diloco.pipeline.site import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.units import Amount, Span, counted
 from diloco.pipeline.wrong_values import format_problem
-from diloco.syncer.checkpoints.saving import OLD_S
+from diloco.syncer.times import TIMES
 from diloco.workers.trainer.models.sizes import SIZES, size_table
 
 # Time limit for all that is asked of Redis, so that the doctor ends even if a server answers slowly or never.
@@ -124,7 +124,7 @@ async def run_checks(
             memory += checks.fills(nodes, run)
             line, ahead_s = await measure.look_at_line(bus, examination, nodes, writes)
             memory += [*checks.link(line), *([] if run is None else [checks.memory(nodes, run)])]
-            report.add(checks.clock(ahead_s, OLD_S))
+            report.add(checks.clock(ahead_s, TIMES.abandoned_s))
     except (UsageError, BusError) as failure:
         report.add(_refused(failure))
     finally:

@@ -30,7 +30,6 @@ from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MOST_ELEMENTS, MOST_TOKENS
 from diloco.pipeline.payload.codec import as_bytes
-from diloco.pipeline.retry import Backoff
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.wrong_values import complaint
@@ -52,12 +51,10 @@ from diloco.syncer.checkpoints.manifest import (
 )
 from diloco.syncer.checkpoints.places import Place
 from diloco.syncer.merging.fragment import finite
+from diloco.syncer.times import TIMES
 
-# A folder that nobody has written to for this long is abandoned: no fragment takes so long to write, and no two clocks
-# differ by so much.
-OLD_S = 3600.0
-# Retries of a read from the bus. Their waits add up to 39 s, within which a failover ends.
-BACKOFF, TRIES = Backoff(1.0, 8.0), 8
+# Tries of a read from the bus. The waits between them add up to 39 s, within which a failover ends.
+TRIES = 8
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9]{8}-[0-9]{6}-[0-9]{6}")
 RandomHex = Callable[[int], str]
 T = TypeVar("T")
@@ -155,7 +152,7 @@ async def _or_unmade(offload: Offload, place: Place, name: str, work: Awaitable[
 
 async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
     """Call the bus, with retries. Otherwise one failed call would discard all fragments that are saved already."""
-    for wait_s in islice(BACKOFF.waits(), TRIES - 1):
+    for wait_s in islice(TIMES.checkpoint_retry.waits(), TRIES - 1):
         try:
             return await ask()
         except BusError as error:
@@ -380,7 +377,7 @@ def drop_leftovers(place: Place, leftovers: Leftovers) -> None:
     kept = there & {*read_latest(place)}
     found = {name: place.below(name).names() for name in there - kept if may_be_left(name)}
     others = {name: files for name, files in found.items() if all_ours(files)}
-    old = [name for name in others if place.below(name).age_s() > OLD_S]
+    old = [name for name in others if place.below(name).age_s() > TIMES.abandoned_s]
     for name in leftovers.removable(others, old, len(kept)):
         _log().info("leftover_removed", path=str(place.below(name)))
         _remove(place, name)

@@ -23,9 +23,7 @@ from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.context import RandomHex
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.merging.fragment import FragmentState
-
-# Time between two checks that the payloads named by a head are there.
-LOOK_S = 10.0
+from diloco.syncer.times import TIMES
 
 
 class Repair:
@@ -57,7 +55,7 @@ class Repair:
             HeadMoved: the head on the bus is gone or is another one; nothing was changed.
             LeaseLost, PayloadIncomplete, BusError: nothing was changed.
         """
-        self.due_s = self._clock.now() + LOOK_S
+        self.due_s = self._clock.now() + TIMES.repair_s
         (there,) = await self._bus.read_heads([self._layout.id])
         if there is None or (there.version, there.digest) != (head.version, head.digest):
             raise HeadMoved(f"the head of fragment {head.fragment} is {'gone' if there is None else 'another one'}")

@@ -9,7 +9,7 @@ once more (`tape_reading`).
 
 A lead whose disk is full or hangs trims nothing, and archives the tape later. If another syncer's disk fails, its
 archive lacks what the lead trims meanwhile, but the lead's archive has it. A lead without an archive trims by age
-(`supervisor.TAPE_KEPT_S`), and what a failing disk missed by then is in no archive.
+(`tape_kept_s`), and what a failing disk missed by then is in no archive.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from diloco.pipeline.files.writable import said
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.replay.disk import Disk
+from diloco.syncer.times import TIMES
 
-RETRY_S = 1.0
 # Archived entries that stay on the bus, for readers that lag.
 KEEP_UNTRIMMED = 10_000
 
@@ -86,7 +86,7 @@ class TapeArchive:
                 if not self.problem:
                     self.log_failure(error)
                 self.problem = f"the tape cannot be archived (will be retried): {error}"
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(TIMES.retry_s)
 
     def log_failure(self, error: OSError) -> None:
         """Log that entries could not be written."""

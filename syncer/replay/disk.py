@@ -5,10 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco.pipeline.transfer.payloads import Offload
-
-# Less than the lifetime of staged payloads (`staged_ttl_s`): a commit that has waited this long for its recording still
-# finds its payloads on the bus.
-DISK_S = 60.0
+from diloco.syncer.times import TIMES
 
 
 class Disk:
@@ -26,13 +23,13 @@ class Disk:
         Work that is given up after it has begun goes on in its thread. Until it ends, other work is refused at once.
 
         Raises:
-            TimeoutError: the work was not done within `DISK_S` (a subclass of OSError).
+            TimeoutError: the work was not done within `disk_s` (a subclass of OSError).
             OSError: raised by `work`.
         """
         if self._late and self._turn.locked():
             raise TimeoutError("the disk still does not answer")
         try:
-            async with asyncio.timeout(DISK_S):
+            async with asyncio.timeout(TIMES.disk_s):
                 await self._turn.acquire()
                 self._late = False
                 doing = asyncio.ensure_future(self._offload(work, *args))
@@ -40,7 +37,7 @@ class Disk:
                 await asyncio.wait([doing])  # unlike `await doing`, this does not cancel it: `_ended` releases the turn
         except TimeoutError:
             self._late = True
-            raise TimeoutError(f"the disk does not answer, or not within {DISK_S:g} s") from None
+            raise TimeoutError(f"the disk does not answer, or not within {TIMES.disk_s:g} s") from None
         doing.result()
 
     def _ended(self, doing: asyncio.Future[Any]) -> None:

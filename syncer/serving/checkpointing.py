@@ -26,11 +26,8 @@ from diloco.syncer.checkpoints.saving import (
     save_fragment,
 )
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.serving.closing import POLL_S
 from diloco.syncer.serving.leases import holding
-
-# After a failure a checkpoint is tried again after this time, or at the usual interval if that is shorter.
-AGAIN_S = 60.0
+from diloco.syncer.times import TIMES
 
 
 class Checkpoints:
@@ -79,7 +76,7 @@ class Checkpoints:
             BusError: a checkpoint could not be saved; call it again.
         """
         while True:
-            await asyncio.sleep(min(every_s, AGAIN_S) if self.problem else every_s)
+            await asyncio.sleep(min(every_s, TIMES.checkpoint_again_s) if self.problem else every_s)
             if leads():
                 await self._save(self._served())
 
@@ -167,7 +164,7 @@ class Checkpoints:
             if self._wanted.is_set():
                 self._wanted.clear()
                 await self._help(fragments)
-            await asyncio.sleep(min(POLL_S, self._lease_s / 3))
+            await asyncio.sleep(min(TIMES.watch_s, self._lease_s / 3))
         async with holding(self._bus, [0], nonce, self._lease_s):
             if not await self._is_saved(state):
                 self.in_order = await self._save(fragments, told=True)

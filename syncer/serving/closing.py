@@ -19,8 +19,7 @@ from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.serving.leases import CALLS, TURNS, holding, in_time, release_all
-
-POLL_S = 0.25
+from diloco.syncer.times import TIMES
 
 
 async def finish_run(
@@ -53,7 +52,7 @@ async def finish_run(
                 finished = await _finish(bus, clock, nonce, fragments, state)
             await release_all(bus, nonce, fragments)
             return finished
-        await asyncio.sleep(min(POLL_S, lease_s / TURNS))
+        await asyncio.sleep(min(TIMES.watch_s, lease_s / TURNS))
     return None
 
 
@@ -77,7 +76,7 @@ async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: as
         if stop.is_set() or not held[0]:
             await release_all(bus, nonce, fragments)
             return False
-        await asyncio.sleep(min(POLL_S, lease_s / TURNS))
+        await asyncio.sleep(min(TIMES.watch_s, lease_s / TURNS))
 
 
 async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: RunState) -> RunState:

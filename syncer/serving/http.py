@@ -32,19 +32,10 @@ from typing_extensions import override
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.view.page.assets import POLICY, served
+from diloco.syncer.times import TIMES
 
 # Maximum number of open connections.
 CONNECTIONS = 64
-# A connection that has not sent the head of its request within this time is closed.
-HEAD_S = 5.0
-# A status that the bus does not deliver within this time is answered by an error.
-STATUS_S = 10.0
-# A connection is closed after this time, even if the client does not read its answer.
-CONNECTION_S = 20.0
-# A stream of the page's events ends after this time; the page then asks again.
-STREAM_S = 600.0
-# A stream whose client does not read for this long is closed.
-WRITE_S = 10.0
 
 # `follow(last_id)` yields server-sent events after the one of this id, without end (`pipeline.view.page.collector`).
 Follow = Callable[[str], AsyncIterator[bytes]]
@@ -115,7 +106,7 @@ class _Server(web.Server):
             handler_cancellation=True,
             logger=silent,
             access_log=None,
-            keepalive_timeout=HEAD_S,
+            keepalive_timeout=TIMES.http_head_s,
             lingering_time=1.0,
             auto_decompress=False,
         )
@@ -128,7 +119,7 @@ class _Server(web.Server):
         if len(self._limits) >= CONNECTIONS:
             transport.abort()
         else:
-            self._limits[handler] = asyncio.get_running_loop().call_later(CONNECTION_S, transport.abort)
+            self._limits[handler] = asyncio.get_running_loop().call_later(TIMES.http_connection_s, transport.abort)
 
     def keep(self, handler: Any) -> bool:
         """Remove the time limit of a connection, whose caller then bounds it.
@@ -149,15 +140,15 @@ class _Server(web.Server):
 
 
 async def _send_events(request: web.BaseRequest, follow: Follow) -> web.StreamResponse:
-    """Send the page's events until the client is gone, is too slow, or `STREAM_S` is over."""
+    """Send the page's events until the client is gone, is too slow, or `http_stream_s` is over."""
     response = web.StreamResponse(headers={**SAFE, "Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     response.force_close()
     events = follow(request.headers.get("Last-Event-ID", "")[:64])
     with suppress(TimeoutError, ConnectionError):
-        async with asyncio.timeout(STREAM_S), aclosing(events):  # type: ignore[type-var]  # a generator
+        async with asyncio.timeout(TIMES.http_stream_s), aclosing(events):  # type: ignore[type-var]  # a generator
             await response.prepare(request)
             async for event in events:
-                async with asyncio.timeout(WRITE_S):
+                async with asyncio.timeout(TIMES.http_write_s):
                     await response.write(event)
     if request.transport is not None:
         request.transport.abort()  # an orderly close would wait for a client that may not read
@@ -191,12 +182,13 @@ async def start_http(
 
     async def show_status() -> web.Response:
         try:
-            async with asyncio.timeout(STATUS_S), one_at_a_time:
+            async with asyncio.timeout(TIMES.http_status_s), one_at_a_time:
                 body, code = await status(), 200
         except DilocoError as error:  # for example, the bus is unavailable
             body, code = {"error": f"{type(error).__name__}: {error}"}, 503
         except TimeoutError:
-            body, code = {"error": f"no status within {STATUS_S:g} s: Redis is slow, or too many ask for it"}, 503
+            within = f"{TIMES.http_status_s:g} s"
+            body, code = {"error": f"no status within {within}: Redis is slow, or too many ask for it"}, 503
         return web.Response(status=code, text=dumps(body, indent=1) + "\n", content_type="application/json")
 
     async def metrics() -> web.Response:

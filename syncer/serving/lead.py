@@ -14,12 +14,7 @@ from diloco.pipeline.messages.wire import MAX_TEXT_CHARS
 from diloco.pipeline.view.merged_share import sample_due, with_sample
 from diloco.pipeline.view.status import merged_tokens
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.membership import WATCH_S
-
-SAMPLE_RETRY_S = 1.0
-# How long fresh parameters wait for trained ones, which a learner uploads within half this time. The wait is bounded,
-# so that a false report cannot keep a run from beginning.
-PATIENCE_S = 60.0
+from diloco.syncer.times import TIMES
 
 
 class Lead:
@@ -93,17 +88,18 @@ class Lead:
         """Return whether fresh parameters must wait for trained ones, which they would replace.
 
         A live learner that has a trained version of this run (above 0) uploads it soon, or a syncer that has the run's
-        checkpoint puts it on the bus. After `PATIENCE_S` they wait no longer.
+        checkpoint puts it on the bus. After `trained_first_s` they wait no longer.
         """
         now = self._clock.now()
         self._asked_since_s = now if self._asked_since_s is None else self._asked_since_s
-        if now - self._asked_since_s > PATIENCE_S:
+        if now - self._asked_since_s > TIMES.trained_first_s:
             return False
         live = (seen.report for seen in self._watch.live())
         who = [f"learner {one.learner}" for one in live if max(one.versions, default=-1) > 0]
         who += [f"syncer {name}" for _, _, name in await self._bus.read_savers()]
         if who and not self._waits:
-            detail = f"{', '.join(who)} has trained parameters of this run: fresh ones wait {PATIENCE_S:g} s for them"
+            wait = f"fresh ones wait {TIMES.trained_first_s:g} s for them"
+            detail = f"{', '.join(who)} has trained parameters of this run: {wait}"
             structlog.get_logger().warning("initial_upload_waits", detail=detail)
         self._waits = bool(who)
         return self._waits
@@ -135,7 +131,7 @@ class Lead:
     async def _closed(self, state: RunState) -> RunState:
         """Return the state in phase closing, if the run is drained or draining takes too long; otherwise unchanged."""
         if state.phase is Phase.DRAINING and self._watch.drain_until is not None:
-            overdue = self._clock.now() >= self._watch.drain_until + 2 * WATCH_S
+            overdue = self._clock.now() >= self._watch.drain_until + 2 * TIMES.watch_s
             if overdue or await self._drained():
                 return state.model_copy(update={"phase": Phase.CLOSING})
         return state
@@ -148,7 +144,7 @@ class Lead:
         now, count = self._clock.now(), len(self._layout.fragments)
         if now < self._sample_from_s:
             return None
-        self._sample_from_s = now + SAMPLE_RETRY_S
+        self._sample_from_s = now + TIMES.retry_s
         # A head that cannot be read is reported by its owner, by the learners and by the status.
         found = await by_group(self._bus.keys, range(count), self._bus.read_heads, lambda error: None)
         heads = [head for head in found.values() if head is not None]

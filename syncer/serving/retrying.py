@@ -8,11 +8,11 @@ import structlog
 from diloco.pipeline.errors import BusError, PeerError, SpecMismatch, outage_event
 from diloco.pipeline.retry import Backoff, retry
 from diloco.syncer.metrics import Metrics
+from diloco.syncer.times import TIMES
 
 T = TypeVar("T")
 
-# The interval does not grow: a syncer can do nothing else meanwhile, and should notice at once when the bus is back.
-EVERY_SECOND = Backoff(1.0, 1.0)
+EVENLY = Backoff(TIMES.retry_s, TIMES.retry_s)
 
 
 def warn(error: BaseException, wait_s: float) -> None:
@@ -21,7 +21,7 @@ def warn(error: BaseException, wait_s: float) -> None:
     structlog.get_logger().warning(event, error=str(error), retry_s=wait_s)
 
 
-async def retrying(metrics: Metrics, work: Callable[[], Awaitable[T]], retry_s: float = 1.0) -> T:
+async def retrying(metrics: Metrics, work: Callable[[], Awaitable[T]], retry_s: float = TIMES.retry_s) -> T:
     """Run a coroutine function to its end, and start it again after every outage or unreadable entry.
 
     Raises:

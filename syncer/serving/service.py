@@ -33,11 +33,10 @@ from diloco.syncer.metrics import Metrics
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.recording import Recorder
 from diloco.syncer.run_metrics import RunMetrics
-from diloco.syncer.serving.retrying import EVERY_SECOND, retrying, warn
+from diloco.syncer.serving.retrying import EVENLY, retrying, warn
 from diloco.syncer.serving.start import BusWarnings, Start, check_memory, speed_for
 from diloco.syncer.serving.supervisor import Serving, cancel
-
-SCRIPTS_LOOK_S = 2.0
+from diloco.syncer.times import TIMES
 
 
 class SyncerService:
@@ -178,7 +177,7 @@ async def serve(settings: SyncerProcess) -> int:
         raise UsageError("no Redis URL: set DILOCO_REDIS_URL or --redis-url, e.g. redis://localhost:6379")
     stop, metrics = stop_event(), Metrics(settings.run)
     reach = partial(_reach, url, settings.run)
-    bus = await _until(stop, retry(reach, EVERY_SECOND.waits(), BusUnavailable, warn))
+    bus = await _until(stop, retry(reach, EVENLY.waits(), BusUnavailable, warn))
     if bus is None:
         return AGAIN_STATUS
     service = SyncerService(bus, bus.clock, settings, metrics)
@@ -202,7 +201,7 @@ async def _keep_scripts(ensure: Callable[[], Awaitable[None]], metrics: Metrics)
     async def keep() -> None:
         while True:
             await ensure()
-            await asyncio.sleep(SCRIPTS_LOOK_S)
+            await asyncio.sleep(TIMES.scripts_s)
 
     await retrying(metrics, keep)
 

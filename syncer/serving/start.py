@@ -29,14 +29,11 @@ from diloco.syncer.checkpoints.loading import Checkpoint, load_checkpoint, newes
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint, taken
 from diloco.syncer.serving.leases import holding, release_all
-from diloco.syncer.serving.retrying import EVERY_SECOND, warn
+from diloco.syncer.serving.retrying import EVENLY, warn
+from diloco.syncer.times import TIMES
 
 T = TypeVar("T")
 
-# Polling interval for what other parties put on the bus, which sends no notification of it.
-LOOK_S = 0.1
-# Within this time, syncers that are started together announce their checkpoints.
-SETTLE_S = 3.0
 # The machine's speed is measured if an outer step of all fragments has this many operations (0.1 s of one core).
 WORTH_MEASURING = 1e10
 
@@ -196,7 +193,7 @@ class Start:
             if wanted.sync:
                 offer = partial(self.bus.offer_wanted, wanted, self.settings.lease_s)
                 agree(self.settings, (await _retry(offer)).sync, SyncSettings, WAITING_SYNCER)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TIMES.poll_s)
             data = await _retry(self.bus.read_spec)
         spec = codec.decode(Spec, data)
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
@@ -279,13 +276,13 @@ class Start:
             say = partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s)
             await _retry(partial(say, checkpoint.state.tokens))
             _, first, name = (await _retry(self.bus.read_savers) or [(0, self.nonce, self.name)])[-1]
-            if self.clock.now() - looked_s >= min(SETTLE_S, self.settings.lease_s) and first == self.nonce:
+            if self.clock.now() - looked_s >= min(TIMES.announced_s, self.settings.lease_s) and first == self.nonce:
                 if await _retry(partial(self._put, checkpoint, way)):
                     break
             elif first != self.nonce and await _retry(way) is Way.JOIN:
                 structlog.get_logger().info("resumed_by_another", syncer=name)
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TIMES.poll_s)
         await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
 
     async def _acquire(self, fragments: Sequence[int]) -> bool:
@@ -334,7 +331,7 @@ class Start:
 
 async def _retry(call: Callable[[], Awaitable[T]]) -> T:
     """Call again after an outage, or after another syncer has restored what this one was about to restore."""
-    return await retry(call, EVERY_SECOND.waits(), BusError, warn)
+    return await retry(call, EVENLY.waits(), BusError, warn)
 
 
 async def check_memory(bus: Bus, layout: Layout, sync: SyncSpec) -> None:

@@ -22,7 +22,6 @@ from diloco.pipeline.pacing import long_rounds, merge_share, outer_room, slow_me
 from diloco.pipeline.settings import SyncerProcess
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.initial_version import InitialVersions
-from diloco.syncer.membership import WATCH_S
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.archive import TapeArchive
 from diloco.syncer.serving.bus_recovery import Lost
@@ -32,11 +31,9 @@ from diloco.syncer.serving.lead import Lead
 from diloco.syncer.serving.leases import RETRIES, Leases, release_all
 from diloco.syncer.serving.retrying import retrying
 from diloco.syncer.serving.start import BusWarnings
+from diloco.syncer.times import TIMES
 
-BUS_LOOK_S = 5.0
 SILENT = "it was killed, lost its connection to Redis, or its machine hangs; merges do not wait for it"
-# Age of the tape's oldest entries on the bus if the lead does not archive the tape.
-TAPE_KEPT_S = 600.0
 
 
 class Serving:
@@ -132,7 +129,7 @@ class Serving:
                 await self._bus.withdraw_syncer(self.context.nonce)
         return self._in_order and (self._checkpoints is None or self._checkpoints.in_order)
 
-    def _retrying(self, work: Any, retry_s: float = 1.0) -> Any:
+    def _retrying(self, work: Any, retry_s: float = TIMES.retry_s) -> Any:
         return retrying(self.context.metrics, work, retry_s)
 
     def _background(self) -> list[Any]:
@@ -140,7 +137,7 @@ class Serving:
         settings, checkpoints = self._settings, self._checkpoints
         works = [
             self._retrying(self.leases.keep, settings.lease_s / RETRIES),
-            self._retrying(self.leases.share, min(1.0, settings.lease_s / 6)),
+            self._retrying(self.leases.share, min(TIMES.retry_s, settings.lease_s / 6)),
             self._retrying(self._keep_watch),
             self._retrying(self._watch_bus),
             self._retrying(self._archive.follow if self._archive else self._keep_tape_short),
@@ -217,7 +214,7 @@ class Serving:
             long = long_rounds(self.context.sync.sync_interval, self._rounds())
             warnings.tell(self._watch.quorum_warning, slow, long)
             presence.tell(self._watch.live(), self._watch.reports)
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(TIMES.watch_s)
 
     async def _refresh(self) -> None:
         watch, lost = self._watch, self._lost
@@ -260,7 +257,7 @@ class Serving:
     async def _watch_bus(self) -> None:
         """Report what is wrong with the server, put back the run's spec if it is gone, and bound the run's events."""
         while True:
-            await asyncio.sleep(BUS_LOOK_S)
+            await asyncio.sleep(TIMES.server_s)
             info = await self._bus.info()
             fill = fill_of_run(info, self.context.layout.elements, len(self._watch.live()), self.context.sync)
             self._bus_warnings.tell(info, fill)
@@ -289,12 +286,12 @@ class Serving:
     async def _keep_tape_short(self) -> None:
         """Trim old entries of the tape. Without an archive it only serves to wake the parties."""
         while True:
-            await asyncio.sleep(TAPE_KEPT_S / 10)
+            await asyncio.sleep(TIMES.tape_kept_s / 10)
             if not self.leads():  # the lead may have an archive, and trims by that
                 continue
             for group, end in (await self._bus.tape_end()).items():
                 newest_ms = int(end.partition("-")[0])
-                await self._bus.trim_tape(group, f"{max(0, newest_ms - int(TAPE_KEPT_S * 1000))}-0")
+                await self._bus.trim_tape(group, f"{max(0, newest_ms - int(TIMES.tape_kept_s * 1000))}-0")
 
 
 class _Warnings:

@@ -43,7 +43,7 @@ from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.redis_memory import redis_bytes
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.units import as_bytes
-from diloco.syncer.checkpoints.saving import OLD_S
+from diloco.syncer.times import TIMES
 from diloco_studies.strikes.proxy import Proxy
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
@@ -561,8 +561,8 @@ async def test_a_line_too_slow_for_the_run_is_named_with_what_helps(healthy: Emb
 
 def test_a_clock_that_is_wrong_is_named_by_how_much_it_matters() -> None:
     """From an hour on, a syncer takes what others save for left over."""
-    assert checks.clock(-0.5, OLD_S).level == "ok"
-    behind, hours = checks.clock(-75.0, OLD_S), checks.clock(2 * OLD_S, OLD_S)
+    assert checks.clock(-0.5, TIMES.abandoned_s).level == "ok"
+    behind, hours = checks.clock(-75.0, TIMES.abandoned_s), checks.clock(2 * TIMES.abandoned_s, TIMES.abandoned_s)
     assert (behind.level, hours.level) == ("warning", "error")
     assert "75.0 s behind" in behind.found
     assert "NTP" in behind.remedy

@@ -22,6 +22,7 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.pipeline.view.trouble import Told
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import service
+from diloco.syncer.times import SyncerTimes
 from diloco.workers.exchange import redis_access
 from tests import HANGING_S, samples
 from tests.pipeline.conftest import Server, as_user
@@ -42,7 +43,7 @@ async def test_a_syncer_puts_back_scripts_that_no_call_of_its_own_misses(
     server: Server, syncer: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A learner may call one that a syncer never does, after a restart of Redis."""
-    monkeypatch.setattr(service, "SCRIPTS_LOOK_S", 0.05)
+    monkeypatch.setattr(service, "TIMES", SyncerTimes(scripts_s=0.05))
     server.admin.script_flush()
     for name, one in calls.scripts().items():
         if name != "offer":

@@ -15,11 +15,12 @@ from diloco.pipeline.messages.wire import AVERAGED, MergeName, MergeRule, OuterN
 from diloco.pipeline.payload import quantize
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
-from diloco.syncer.grace import MOST_GRACE_S, GraceEstimator
+from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.merging import merge
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import BLOCK, delta_norms
 from diloco.syncer.merging.outer import State
+from diloco.syncer.times import TIMES
 from diloco.workers.parameters import tensor_table
 from tests import samples
 from tests.world import plan
@@ -340,10 +341,10 @@ def test_syncs_of_a_fragment_are_the_algorithms(
         state.advance(merged)
 
 
-TIMES = st.floats(0, 1e4)
+SECONDS = st.floats(0, 1e4)
 
 
-@given(TIMES, TIMES, TIMES, st.floats(1e-6, 1e3), st.integers(0, 50), st.floats(0, 0.99), st.floats(0, 10))
+@given(SECONDS, SECONDS, SECONDS, st.floats(1e-6, 1e3), st.integers(0, 50), st.floats(0, 0.99), st.floats(0, 10))
 def test_grace_is_the_algorithms(
     quorum: float, sync: float, pull: float, step: float, tau: int, gamma: float, latency: float
 ) -> None:
@@ -351,4 +352,4 @@ def test_grace_is_the_algorithms(
     known = GraceEstimator()
     known.observe(quorum, sync, step, tau)
     expected = algorithm.grace(step, quorum, sync + pull, tau, gamma, latency)
-    assert known.grace_s(step, pull, tau, gamma, latency) == min(expected, MOST_GRACE_S)
+    assert known.grace_s(step, pull, tau, gamma, latency) == min(expected, TIMES.most_grace_s)

@@ -20,8 +20,9 @@ from diloco.syncer.checkpoints import saving
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
 from diloco.syncer.checkpoints.places import Folder, place_of
-from diloco.syncer.checkpoints.saving import OLD_S, begin_checkpoint, checkpoint_name, finish_checkpoint
+from diloco.syncer.checkpoints.saving import begin_checkpoint, checkpoint_name, finish_checkpoint
 from diloco.syncer.serving import checkpointing
+from diloco.syncer.times import TIMES
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline, run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint import folder_of, save, trained
@@ -106,7 +107,7 @@ def test_what_others_keep_beside_checkpoints_stays(tmp_path: Path, name: str) ->
     (tmp_path / name).mkdir()
     for file in ("model.safetensors", "trainer_state.json", "SHA256SUMS"):
         (tmp_path / name / file).write_bytes(b"theirs")
-    old = time.time() - 2 * OLD_S
+    old = time.time() - 2 * TIMES.abandoned_s
     os.utime(tmp_path / name, (old, old))
     save_with(tmp_path, Leftovers(), times=4)
     assert len(list((tmp_path / name).iterdir())) == 3
@@ -125,10 +126,10 @@ def left_behind(directory: Path, age_s: float) -> Path:
 
 def test_what_was_left_long_ago_goes_at_the_first_look(tmp_path: Path) -> None:
     """A process may save but once. It is said which folder goes."""
-    left = left_behind(tmp_path, age_s=OLD_S / 2)
+    left = left_behind(tmp_path, age_s=TIMES.abandoned_s / 2)
     save(tmp_path)
     assert left.exists()
-    then = time.time() - OLD_S - 60
+    then = time.time() - TIMES.abandoned_s - 60
     os.utime(left, (then, then))
     (file,) = left.iterdir()
     save(tmp_path)
@@ -154,7 +155,7 @@ def test_what_was_left_does_not_keep_a_full_disk_full(tmp_path: Path, monkeypatc
         save_with(tmp_path, leftovers, times=1)
     save_with(tmp_path, leftovers, times=1)
     assert not left.exists()
-    left_behind(tmp_path, age_s=2 * OLD_S)
+    left_behind(tmp_path, age_s=2 * TIMES.abandoned_s)
     save(tmp_path)
     assert not left.exists()
 

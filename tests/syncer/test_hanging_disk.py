@@ -8,10 +8,11 @@ import pytest
 
 from diloco.pipeline.messages.tape import Committed
 from diloco.syncer.replay.archive import TapeArchive
-from diloco.syncer.replay.disk import DISK_S, Disk
+from diloco.syncer.replay.disk import Disk
 from diloco.syncer.replay.recording import Recorder, list_recording
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving.service import SyncerService
+from diloco.syncer.times import TIMES
 from diloco.tape import read_archive
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
@@ -60,7 +61,7 @@ async def test_merges_go_on_without_their_recordings_and_are_recorded_again_once
     disk, party = Hanging(service), learners(world)
     await world.until_version(3)
     disk.answers.clear()
-    await world.until_version(max(await world.versions()) + 1, DISK_S + 10)
+    await world.until_version(max(await world.versions()) + 1, TIMES.disk_s + 10)
     await world.until_version(max(await world.versions()) + 5, 30)  # nobody waits for it again
     assert disk.held == 1
     assert any("the recording has gaps" in one and "does not answer" in one for one in await warnings(service))
@@ -85,7 +86,7 @@ async def test_a_tape_that_cannot_be_archived_for_now_is_told_and_archived_later
     await world.until_version(3)
     disk.answers.clear()
     await world.until_version(max(await world.versions()) + 5, 30)
-    await asyncio.sleep(DISK_S - 20)
+    await asyncio.sleep(TIMES.disk_s - 20)
     assert disk.held == 1
     assert any("cannot be archived" in one and "does not answer" in one for one in await warnings(service))
     disk.answers.set()
@@ -105,7 +106,7 @@ async def test_a_syncer_that_is_told_to_stop_ends_though_its_archives_disk_hangs
     disk.answers.clear()
     await asyncio.sleep(5.0)
     world.stop.set()
-    async with asyncio.timeout(DISK_S):
+    async with asyncio.timeout(TIMES.disk_s):
         await world.syncer
     assert not service.in_order, "and says that something is missing"
     assert await world.bus.read_leases(range(2)) == [None, None]
@@ -128,13 +129,13 @@ async def test_work_for_a_disk_that_hangs_is_let_go_of_but_for_the_piece_that_ha
     disk = Disk(offload)
     tries = [asyncio.create_task(disk.do(work, name)) for work, name in ((fails, "begun"), (done.append, "waits"))]
     await asyncio.wait(tries)
-    assert asyncio.get_running_loop().time() == DISK_S
+    assert asyncio.get_running_loop().time() == TIMES.disk_s
     for one in tries:
         with pytest.raises(TimeoutError, match="does not answer"):
             one.result()
     with pytest.raises(TimeoutError, match="still does not answer"):
         await disk.do(done.append, "refused")
-    assert asyncio.get_running_loop().time() == DISK_S
+    assert asyncio.get_running_loop().time() == TIMES.disk_s
     answers.set()
     await asyncio.sleep(0.1)
     assert done == ["begun"]

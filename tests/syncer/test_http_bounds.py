@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from diloco.syncer.serving import http
 from diloco.syncer.serving.http import EVENTS
+from diloco.syncer.times import SyncerTimes
 from tests.syncer.http_side import TOKEN, listening
 
 GET = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -55,7 +56,7 @@ async def test_above_the_most_a_connection_is_closed_at_once_and_who_comes_later
 )
 async def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch, sent: bytes):
     """Neither is one that comes byte by byte."""
-    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    monkeypatch.setattr(http, "TIMES", SyncerTimes(http_head_s=0.2))
     async with listening() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
@@ -74,7 +75,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch, sent: by
 
 async def test_an_answer_that_is_not_read_is_not_waited_for(monkeypatch):
     """And the memory that it takes is given back."""
-    monkeypatch.setattr(http, "CONNECTION_S", 0.3)
+    monkeypatch.setattr(http, "TIMES", SyncerTimes(http_connection_s=0.3))
     cut = asyncio.Event()
 
     async def large() -> dict[str, Any]:
@@ -127,7 +128,7 @@ async def test_who_goes_away_is_not_worked_for():
 
 
 async def test_a_status_that_does_not_come_is_said_in_words(monkeypatch):
-    monkeypatch.setattr(http, "STATUS_S", 0.1)
+    monkeypatch.setattr(http, "TIMES", SyncerTimes(http_status_s=0.1))
 
     async def never() -> dict[str, Any]:
         await asyncio.Event().wait()

@@ -12,6 +12,7 @@ import pytest
 from diloco.pipeline.view.page.assets import MODULES, one_file, served
 from diloco.syncer.serving import http
 from diloco.syncer.serving.http import EVENTS
+from diloco.syncer.times import SyncerTimes
 from tests import HANGING_S
 from tests.syncer.http_side import TOKEN, listening
 
@@ -113,8 +114,7 @@ async def test_files_and_events_are_only_read() -> None:
 
 async def test_who_follows_may_stay_longer_than_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for ever: after that it asks anew."""
-    monkeypatch.setattr(http, "CONNECTION_S", 0.1)
-    monkeypatch.setattr(http, "STREAM_S", 3.0)
+    monkeypatch.setattr(http, "TIMES", SyncerTimes(http_connection_s=0.1, http_stream_s=3.0))
     feed = Feed()
     async with page(feed) as (session, url), session.get(url + EVENTS) as answer:
         await answer.content.readuntil(b"\n\n")
@@ -147,7 +147,7 @@ async def test_probes_are_answered_however_many_pages_follow(monkeypatch: pytest
 
 async def test_who_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much there is to send, no more of it is held than a socket takes."""
-    monkeypatch.setattr(http, "WRITE_S", 0.2)
+    monkeypatch.setattr(http, "TIMES", SyncerTimes(http_write_s=0.2))
     feed = Feed()
     async with page(feed) as (_, url):
         host, port = url.removeprefix("http://").split(":")

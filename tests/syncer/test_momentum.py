@@ -12,8 +12,8 @@ from diloco.pipeline.transfer.globals import pull_state
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint
-from diloco.syncer.merging.repair import LOOK_S
 from diloco.syncer.replay.replay import replay
+from diloco.syncer.times import TIMES
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests.saving import save_checkpoint
@@ -47,7 +47,7 @@ async def test_a_momentum_is_taken_over_mended_saved_restored_and_replayed(tmp_p
     await asyncio.sleep(2)
     for head in await world.heads():
         world.store.delete(head.momentum)
-    await asyncio.sleep(2 * LOOK_S)
+    await asyncio.sleep(2 * TIMES.repair_s)
     folder = await save_checkpoint(world.bus, world.spec, place_of(tmp_path / "saved"), inline)
     checkpoint, again = load_checkpoint(str(folder)), MemoryBus("again", VirtualClock())
     for p in range(sync.fragments):

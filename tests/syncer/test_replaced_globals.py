@@ -8,7 +8,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.syncer.committing import Staging
-from diloco.syncer.merging.repair import LOOK_S
+from diloco.syncer.times import TIMES
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests import samples
@@ -66,8 +66,8 @@ async def test_what_is_lost_is_published_anew_and_the_run_goes_on(codec: str, lo
     for head in heads:
         world.store.delete(getattr(head, lost))
     late = VirtualLearner("l1", world, incarnation="1" * 16).start()
-    await world.until_version(max(head.version for head in heads) + 3, 3 * LOOK_S)
-    await asyncio.sleep(2 * LOOK_S)
+    await world.until_version(max(head.version for head in heads) + 3, 3 * TIMES.repair_s)
+    await asyncio.sleep(2 * TIMES.repair_s)
     await end(late)
     await asyncio.sleep(1)
     for head in await world.heads():

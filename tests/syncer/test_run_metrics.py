@@ -19,8 +19,9 @@ from diloco.pipeline.view.page.model import Poll
 from diloco.pipeline.view.status import build_status
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.metrics import Metrics
-from diloco.syncer.run_metrics import FIGURES, FRESH_S, RunMetrics
+from diloco.syncer.run_metrics import FIGURES, RunMetrics
 from diloco.syncer.serving.checkpointing import Checkpoints
+from diloco.syncer.times import TIMES
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples
@@ -117,7 +118,7 @@ def test_only_the_lead_tells_of_the_run_and_only_what_it_read_lately() -> None:
     assert "diloco_run" not in generate_latest(shown(reading)).decode()
     reading.see(poll([samples.seen()]))
     assert "diloco_run_trained" in generate_latest(shown(reading)).decode()
-    for clock, leads in ((At(NOW_S), False), (At(NOW_S + FRESH_S + 1), True)):
+    for clock, leads in ((At(NOW_S), False), (At(NOW_S + TIMES.reading_s + 1), True)):
         text = generate_latest(shown(reading, clock, leads)).decode()
         assert "diloco_run" not in text
         assert "diloco_learner_" not in text

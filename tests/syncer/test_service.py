@@ -23,9 +23,9 @@ from diloco.pipeline.needs import needs_of, pace_of
 from diloco.pipeline.site import Site
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.initial_version import AT_ONCE
-from diloco.syncer.membership import WATCH_S
 from diloco.syncer.serving.start import check_memory
 from diloco.syncer.serving.supervisor import _Presence
+from diloco.syncer.times import TIMES
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples
@@ -183,7 +183,7 @@ async def test_a_syncer_that_is_stopped_in_the_runs_first_moments_saves_it(tmp_p
     world = VirtualRun()
     world.start_syncer(checkpoint_dir=tmp_path)
     learner = VirtualLearner("l0", world, 0.001, "a" * 16).start()
-    async with asyncio.timeout(4 * WATCH_S):
+    async with asyncio.timeout(4 * TIMES.watch_s):
         while min(await world.versions(), default=0) < 1:
             await asyncio.sleep(0.001)
     await world.stop_syncer()

@@ -15,11 +15,12 @@ from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import held, payload_bytes
 from diloco.pipeline.transfer.payloads import push
-from diloco.syncer.admission import LEAST_UPLOAD_S, DeltaFormat, Offer, UploadProgress
-from diloco.syncer.downloads import FIRST_UPLOAD_S, Downloads, UploadEstimator
+from diloco.syncer.admission import DeltaFormat, Offer, UploadProgress
+from diloco.syncer.downloads import Downloads, UploadEstimator
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
+from diloco.syncer.times import TIMES
 from diloco.syncer.window import Window
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
@@ -56,7 +57,7 @@ async def test_timeouts_double_the_deadline_at_most(uploads: int) -> None:
     clock = VirtualClock()
     measured = UploadEstimator()
     downloads = downloads_on(MemoryBus("r", clock, MemoryStore()), clock, measured)
-    assert measured.upload_s == FIRST_UPLOAD_S
+    assert measured.upload_s == TIMES.first_upload_s
     for _ in range(3):
         before, offers = measured.upload_s, [offer_of(n) for n in range(uploads)]
         downloads.start(offers)
@@ -78,7 +79,7 @@ async def test_measured_uploads_shorten_the_deadline_again() -> None:
     await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
     while not downloads.outcomes:
         await asyncio.sleep(0.01)
-    assert measured.upload_s == LEAST_UPLOAD_S
+    assert measured.upload_s == TIMES.least_upload_s
     await downloads.close()
 
 
@@ -173,7 +174,7 @@ async def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that
     service = world.start_syncer(liveness_s=3.0)
     began = world.clock.now()
     await world.until_version(was + 2)
-    assert service.owners[0].state.uploads.upload_s < FIRST_UPLOAD_S
+    assert service.owners[0].state.uploads.upload_s < TIMES.first_upload_s
     assert world.clock.now() - began < 12.0  # the dead syncer's lease, 5 s, and the liveness time twice at most
     lost = [r for r in await world.tape() if isinstance(r, Rejected) and r.learner == "l2"]
     assert all(r.reason is not RefusalReason.UPLOAD_TIMEOUT or "is gone" in r.detail for r in lost)

@@ -15,7 +15,8 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.syncer.admission import HELD_A_LEARNER, Accepted, DeltaFormat, Held, Offer, Refused
-from diloco.syncer.window import SETTLE_S, Collecting, Conditions, Merge, Reopened, State, Uploading, Wait, Window
+from diloco.syncer.times import TIMES
+from diloco.syncer.window import Collecting, Conditions, Merge, Reopened, State, Uploading, Wait, Window
 from tests import samples
 
 LEARNERS = ("l0", "l1", "l2", "l3")
@@ -184,7 +185,7 @@ class WindowMachine(RuleBasedStateMachine):
             if before is State.GRACE:
                 assert deadline_of(window) == deadline, "the grace deadline moved"
             else:
-                grace = SETTLE_S if given.grace_s is None else given.grace_s
+                grace = TIMES.first_grace_s if given.grace_s is None else given.grace_s
                 assert decision.until == self.now + grace
         elif before is State.UPLOADING and deadline_of(window) != deadline:
             assert self.now >= (deadline or 0.0), "the upload deadline moved before it was over"
