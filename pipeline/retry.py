@@ -95,10 +95,8 @@ async def retry(
 class Outages:
     """Repeats one party's calls of the bus until they succeed, and logs and counts the failed ones."""
 
-    BACKOFF = Backoff(0.1, 2.0)
-
-    def __init__(self, log: Any) -> None:
-        self._log = log
+    def __init__(self, log: Any, backoff: Backoff) -> None:
+        self._log, self._backoff = log, backoff
         self.count = 0
         """Calls that found the bus unavailable, since joining."""
         self.gap = False
@@ -111,7 +109,7 @@ class Outages:
         Raises:
             unless: these errors are raised, not retried.
         """
-        return await retry(lambda: call(*args), self.BACKOFF.waits(), BusError, self._failed, unless)
+        return await retry(lambda: call(*args), self._backoff.waits(), BusError, self._failed, unless)
 
     async def forever(self, work: Callable[[], Awaitable[None]]) -> Never:
         """Run `work`, which ends only by an error, and restart it whenever the bus or a peer interrupts it.
@@ -124,7 +122,7 @@ class Outages:
             self.gap |= isinstance(error, BusUnavailable)
             self._failed(error, wait_s, task=work.__name__)
 
-        waits = self.BACKOFF.waits()
+        waits = self._backoff.waits()
         while True:
             await retry(work, waits, (BusError, PeerError), failed, SpecMismatch)
 

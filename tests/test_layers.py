@@ -126,6 +126,7 @@ PURE = (
     "workers/permutation.py",
     "workers/rounds.py",
     "workers/step_times.py",
+    "workers/times.py",
     "workers/trainer/models/sizes.py",
     "workers/schedule.py",
 )

@@ -38,6 +38,7 @@ from diloco.syncer.merging import repair
 from diloco.syncer.times import SyncerTimes
 from diloco.workers.exchange import pulling
 from diloco.workers.learner import Learner
+from diloco.workers.times import LearnerTimes
 from tests import HANGING_S
 from tests.workers.test_device_encoding import a_syncer
 
@@ -146,7 +147,7 @@ def trace(url: str, run: str = "way") -> Way:
     )
     with (
         patch.object(repair, "TIMES", SyncerTimes(repair_s=OFTEN_S)),
-        patch.object(pulling, "LOOK_AT_ALL_S", OFTEN_S),
+        patch.object(pulling, "TIMES", LearnerTimes(look_s=OFTEN_S)),
         recorder.installed(),
         a_syncer(url, run),
         Learner(model, torch.optim.AdamW(model.parameters()), run=run, redis_url=url, sync=sync) as learner,

@@ -17,10 +17,8 @@ from diloco.workers.checks.own_process import OwnProcess
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.permutation import permuted
 from diloco.workers.prefetch import Drawn, Prefetched, Reached
+from diloco.workers.times import TIMES
 
-# The loop waits this long for a shard, once, before it gets earlier data again. A working bus delivers one in
-# milliseconds; the time is for a loader that draws many batches at once when it starts.
-DRY_S = 2.0
 # Largest length, and largest seed.
 MOST = 2**53
 
@@ -65,7 +63,7 @@ class Batches(OwnProcess):
         shards: Turns,
         check: Callable[[], Any],
         place: tuple[int, int] = (0, 1),
-        dry_s: float = DRY_S,
+        dry_s: float = TIMES.dry_s,
     ) -> None:
         """Begin with a claimed shard.
 

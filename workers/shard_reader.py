@@ -16,10 +16,9 @@ from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, ShardsInTurn, re
 from diloco.workers.ranks.rank_learner import Joined, JoinedRank
 from diloco.workers.ranks.shard_broadcast import FollowingShards, LeadingShards, loader_arguments
 from diloco.workers.stopping import Stopping
+from diloco.workers.times import TIMES
 
 NowJoined = Callable[[], Joined]  # returns `Learner.joined`, or raises what that raises
-
-LOOK_S = 0.2
 
 
 def begin_blocks(now_joined: NowJoined, stopping: Stopping, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
@@ -93,7 +92,7 @@ def _first_shard(
     _check_first(joined)
     claims, retry = joined.exchange.claims, joined.exchange.member.outages.retry
     agreed = joined.thread.ask(retry(claims.agree, order))
-    while not wait({agreed}, LOOK_S).done:
+    while not wait({agreed}, TIMES.check_s).done:
         check()
     try:
         agreed.result()
@@ -105,7 +104,7 @@ def _first_shard(
     joined.thread.call(claims.want)
     while True:
         with suppress(queue.Empty):
-            first = joined.shared.shards.get(timeout=LOOK_S)
+            first = joined.shared.shards.get(timeout=TIMES.check_s)
             break
         check()
     if not joined.training.rounds.steps:

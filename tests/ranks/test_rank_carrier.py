@@ -12,6 +12,7 @@ from diloco.pipeline.retry import Outages
 from diloco.workers.ranks.placement import SMALL
 from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier
 from diloco.workers.rounds import Base, Publication
+from diloco.workers.times import TIMES
 from tests import samples
 
 
@@ -59,7 +60,7 @@ def crew(sizes: Sequence[int], ranks: int) -> tuple[Servers, RanksCarrier, InFli
     member: Any = SimpleNamespace(
         learner="l",
         incarnation="0123abcd",
-        outages=Outages(structlog.get_logger()),
+        outages=Outages(structlog.get_logger(), TIMES.retry),
         layout=SimpleNamespace(fragments=fragments),
     )
     carrier = RanksCarrier(servers, member, in_flight)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from diloco.workers.ranks.placement import SLICE, Shares
 from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier
 from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Base, Publication
+from diloco.workers.times import TIMES
 from tests import samples
 from tests.ranks.test_transport import connected_ranks
 
@@ -53,7 +54,7 @@ class Crew:
             layout=LAYOUT,
             encoder=OnHost(),
             offload=self._offload,
-            outages=Outages(structlog.get_logger()),
+            outages=Outages(structlog.get_logger(), TIMES.retry),
             log=structlog.get_logger(),
         )
         self.member = member
@@ -259,7 +260,7 @@ async def test_the_newest_head_is_pulled_and_neither_its_turn_nor_an_outage_coun
 
     async with connected_ranks(2) as transport:
         crew = Crew(transport, monkeypatch)
-        monkeypatch.setattr(crew.member.outages, "BACKOFF", Backoff(0.001, 0.001))
+        crew.member.outages = Outages(structlog.get_logger(), Backoff(0.001, 0.001))
         await crew.start_task()
         crew.merge()
         first = await crew.pull(1)  # not adopted yet: the next one waits

@@ -23,6 +23,7 @@ from diloco.workers.learner import Learner
 from diloco.workers.moments import peers as peers_module
 from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
 from diloco.workers.parameters import FragmentParameters
+from diloco.workers.times import LearnerTimes
 from tests import HANGING_S
 from tests.workers import odd_optimizers as odd
 from tests.workers.test_device_encoding import a_syncer
@@ -337,8 +338,7 @@ def test_a_newcomer_ends_no_learner_whose_moments_cannot_be_copied(
     redis_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its real states are of a class that its trial has not seen; nor does its own folder end it. Both train on."""
-    monkeypatch.setattr(peers_module, "UNCLAIMED_S", 1.0)
-    monkeypatch.setattr(peers_module, "CLAIM_TTL_S", 1.0)
+    monkeypatch.setattr(peers_module, "TIMES", LearnerTimes(moments_unclaimed_s=1.0, moments_claim_ttl_s=1.0))
     sync = SyncSettings(fragments=2, sync_interval=4, first_interval=0, quorum=1, tokens=2**40)
 
     def learner(name: str, **more: Any) -> Learner:

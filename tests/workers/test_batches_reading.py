@@ -17,8 +17,9 @@ import pytest
 from diloco.pipeline.errors import BusUnavailable, SpecMismatch
 from diloco.pipeline.messages.shards import DataOrder
 from diloco.workers.batches import Batches
-from diloco.workers.exchange.work_queue import SILENT_S, ShardsInTurn
+from diloco.workers.exchange.work_queue import ShardsInTurn
 from diloco.workers.permutation import permuted
+from diloco.workers.times import TIMES
 from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
@@ -141,7 +142,7 @@ async def test_what_a_killed_learner_had_in_hand_is_trained_by_another(at_s: flo
     again = in_hand & Counter(killed.trained[-2 * PER_SHARD :])
     assert in_hand - again, "some were not trained yet"
     await until_epoch(world, epoch)
-    await asyncio.sleep(SILENT_S)
+    await asyncio.sleep(TIMES.dead_s)
     other.stop = True
     assert other.task is not None
     await other.task

@@ -20,8 +20,10 @@ from diloco import Evaluator, Learner
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 from diloco.pipeline.errors import RunReplaced, SpecMismatch, UsageError
 from diloco.pipeline.messages.run import Evaluation, Phase
+from diloco.pipeline.retry import Backoff
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange import evaluating
+from diloco.workers.times import LearnerTimes
 from tests import HANGING_S
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus, until
@@ -185,7 +187,7 @@ def test_in_a_loop_it_follows_what_is_merged(redis_server: str, run: str) -> Non
 
 def test_it_outlives_redis(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While there is none `evaluate` says so and returns; `follow` waits, and tells a new run from the one before."""
-    monkeypatch.setattr(evaluating, "BACKOFF", evaluating.Backoff(0.05, 0.1))
+    monkeypatch.setattr(evaluating, "TIMES", LearnerTimes(reach_retry=Backoff(0.05, 0.1)))
     port = free_port()
     url = f"redis://127.0.0.1:{port}"
     evaluator = Evaluator(made(), loss_of, run=run, redis_url=url, every_s=0.1)

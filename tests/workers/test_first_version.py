@@ -12,22 +12,20 @@ from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS
 from diloco.workers.exchange import carrier, first_version
+from diloco.workers.times import LearnerTimes
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
 
 FRAGMENTS = 8
-CLAIM_TTL_S, INITIAL_TTL_S = 1.0, 6.0
+TIMES = LearnerTimes(initial_claim_ttl_s=1.0, payload_ttl_s=6.0)
 """Of what nobody prolongs; in production ten seconds and ten minutes."""
 
 
 @pytest.fixture(autouse=True)
 def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_version, "CLAIM_TTL_S", CLAIM_TTL_S)
-    monkeypatch.setattr(first_version, "RENEW_S", CLAIM_TTL_S / 4)
-    monkeypatch.setattr(first_version, "PROLONG_S", INITIAL_TTL_S / 4)
     for module in (first_version, carrier):
-        monkeypatch.setattr(module, "INITIAL_TTL_S", INITIAL_TTL_S)
+        monkeypatch.setattr(module, "TIMES", TIMES)
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, upload_s: float = 0.0, copy_s: float = 0.0) -> list[str]:
@@ -54,14 +52,14 @@ async def begun(learners: int) -> None:
     world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
     world.start_syncer()
     party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(learners)]
-    await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
+    await world.until_version(1, 4 * FRAGMENTS * TIMES.payload_ttl_s)
     await end(*party)
 
 
 @in_virtual_time
 async def test_one_learner_uploads_however_long_a_fragment_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its claim does not lapse meanwhile: the bus never has the parameters twice."""
-    written = slow(monkeypatch, upload_s=2.5 * CLAIM_TTL_S)
+    written = slow(monkeypatch, upload_s=2.5 * TIMES.initial_claim_ttl_s)
     await begun(learners=3)
     assert len(written) == FRAGMENTS
 
@@ -92,7 +90,7 @@ async def test_as_many_fragments_as_a_run_may_have_join_in_a_few_round_trips(no_
     await world.kill_syncer()
 
 
-@pytest.mark.parametrize(("upload_s", "copy_s"), [(INITIAL_TTL_S / 3, 0.0), (0.0, 0.9 * INITIAL_TTL_S)])
+@pytest.mark.parametrize(("upload_s", "copy_s"), [(TIMES.payload_ttl_s / 3, 0.0), (0.0, 0.9 * TIMES.payload_ttl_s)])
 @in_virtual_time
 async def test_what_was_uploaded_first_is_there_until_the_last_is_copied(
     upload_s: float, copy_s: float, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +109,7 @@ async def test_who_lost_its_claim_leaves_the_upload_to_the_other(monkeypatch: py
 
     async def claim_initial(self: MemoryBus, nonce: str, ttl_s: float) -> bool:
         if nonce in away:
-            await asyncio.sleep(2 * CLAIM_TTL_S)
+            await asyncio.sleep(2 * TIMES.initial_claim_ttl_s)
             away.clear()
             raise BusUnavailable("no answer")
         return await claim(self, nonce, ttl_s)
@@ -136,7 +134,7 @@ async def test_what_a_failover_has_lost_of_an_upload_is_uploaded_again(
     lost: Iterable[int], by_another: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, by whoever claims it first, though the word that it is there has survived on another server."""
-    written, claim, refused = slow(monkeypatch, copy_s=0.9 * INITIAL_TTL_S), MemoryBus.claim_initial, set[str]()
+    written, claim, refused = slow(monkeypatch, copy_s=0.9 * TIMES.payload_ttl_s), MemoryBus.claim_initial, set[str]()
 
     async def claim_initial(self: MemoryBus, nonce: str, ttl_s: float) -> bool:
         return nonce not in refused and await claim(self, nonce, ttl_s)
@@ -150,9 +148,9 @@ async def test_what_a_failover_has_lost_of_an_upload_is_uploaded_again(
         world.store.delete(world.bus.keys.initial_payload(p, upload.nonce))
     refused.update([upload.nonce] * by_another)
     world.start_syncer()
-    await asyncio.sleep(CLAIM_TTL_S)
+    await asyncio.sleep(TIMES.initial_claim_ttl_s)
     refused.clear()
-    await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
+    await world.until_version(1, 4 * FRAGMENTS * TIMES.payload_ttl_s)
     await end(*party)
     times = Counter(int(key.split(":initial:")[1].split(":")[0]) for key in written)
     assert all(times[p] == 2 for p in lost)
@@ -162,7 +160,7 @@ async def test_what_a_failover_has_lost_of_an_upload_is_uploaded_again(
 @in_virtual_time
 async def test_of_a_lost_upload_only_what_has_no_head_is_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest would lie on the bus for nothing: no commit takes it away."""
-    written = slow(monkeypatch, copy_s=0.5 * INITIAL_TTL_S)
+    written = slow(monkeypatch, copy_s=0.5 * TIMES.payload_ttl_s)
     world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
     learner = VirtualLearner("l0", world, 0.1).start()
     world.start_syncer()
@@ -171,7 +169,7 @@ async def test_of_a_lost_upload_only_what_has_no_head_is_uploaded_again(monkeypa
     assert all(heads)
     for key in [key for key in world.store.values if ":initial:" in key]:
         world.store.delete(key)
-    await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
+    await world.until_version(1, 4 * FRAGMENTS * TIMES.payload_ttl_s)
     await end(learner)
     assert len(written) < 2 * FRAGMENTS
     assert len(set(written[FRAGMENTS:])) == len(written) - FRAGMENTS

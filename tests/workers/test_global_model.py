@@ -17,6 +17,7 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.transfer.globals import pull_exact
 from diloco.workers.exchange import newest
 from diloco.workers.learner import Learner
+from diloco.workers.times import LearnerTimes
 from tests import samples
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import learner_of, on_bus
@@ -109,7 +110,7 @@ def test_the_global_model_is_read_beside_training_and_not_written(redis_server: 
 
 def test_what_is_no_longer_the_runs_is_not_loaded(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run under its name, a model that was changed; and a bus that has lost the heads is asked for a while."""
-    monkeypatch.setattr(newest, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(newest, "TIMES", LearnerTimes(newest_s=1.0))
     with a_syncer(redis_server, "gone"), learner_of(redis_server, "gone") as learner:
         learner.step(1)
     keys = on_bus(redis_server, "gone", lambda bus: _drop_head(bus))

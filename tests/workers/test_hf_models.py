@@ -15,6 +15,7 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, LearnerSettings, SyncSettings, load
 from diloco.workers.parameters import tensor_table
+from diloco.workers.times import LearnerTimes
 from diloco.workers.trainer import optional, trainer
 from diloco.workers.trainer.data import tokenized
 from diloco.workers.trainer.data.text import open_text
@@ -407,7 +408,7 @@ def test_who_lacks_the_weights_waits_for_who_has_them(
         raise Joined
 
     monkeypatch.setattr(trainer, "Learner", join)
-    monkeypatch.setattr(trainer, "LOOK_S", 0.0)
+    monkeypatch.setattr(trainer, "TIMES", LearnerTimes(slow_poll_s=0.0))
     monkeypatch.setattr(trainer, "has_version_0", lambda *_: next(asked))
     told: dict[str, Any] = {"data": str(book), "seq_len": 32, "threads": 1, "fragments": 2}
     spec = run_of(book, f"hf:{folder}")

@@ -11,9 +11,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
-from diloco.workers.exchange import joining
-from diloco.workers.exchange.first_version import CLAIM_TTL_S
-from diloco.workers.exchange.identity import SILENT_S
+from diloco.workers.times import TIMES
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec, under_way
@@ -116,7 +114,7 @@ async def test_a_killed_learner_is_back_at_once() -> None:
     await first.kill()
     second, began = VirtualLearner("l0", world, incarnation=B), asyncio.get_running_loop().time()
     await joins(world, second)
-    assert asyncio.get_running_loop().time() - began < SILENT_S + 0.5
+    assert asyncio.get_running_loop().time() - began < TIMES.id_silent_s + 0.5
     await second.kill()
     await asyncio.sleep(6.0)
     third, began = VirtualLearner("l0", world, incarnation=C), asyncio.get_running_loop().time()
@@ -177,12 +175,12 @@ async def test_a_late_call_of_a_dead_learner_does_not_make_it_live() -> None:
 async def test_what_joining_waits_for_is_said_within_seconds() -> None:
     """No syncer; then a learner that claimed version 0 and died; then, of itself, the run begins."""
     world = VirtualRun(sync_spec(tokens=10**9))
-    await world.bus.claim_initial(C, 2 * CLAIM_TTL_S)
+    await world.bus.claim_initial(C, 2 * TIMES.initial_claim_ttl_s)
     learner = VirtualLearner("l0", world, incarnation=A).start()
     with capture_logs() as logs:
-        await asyncio.sleep(joining.PATIENCE_S + 0.5)
+        await asyncio.sleep(TIMES.joining_told_s + 0.5)
         world.start_syncer()
-        await asyncio.sleep(joining.PATIENCE_S + 0.5)
+        await asyncio.sleep(TIMES.joining_told_s + 0.5)
         said = [line for line in logs if line["event"] == "joining_delayed"]
     assert [line["log_level"] for line in said] == ["warning"] * 2
     assert "start `diloco syncer --run virtual`" in said[0]["detail"]

@@ -17,6 +17,7 @@ from diloco.pipeline.messages.run import Phase
 from diloco.workers.moments import peers as module
 from diloco.workers.moments.peers import Peers
 from diloco.workers.moments.saved_moments import Moments
+from diloco.workers.times import TIMES
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples
@@ -153,8 +154,8 @@ async def test_a_wish_that_came_too_late_for_an_offer_causes_no_second_upload() 
     world = World()
     await world.trains("l0", 3.0)
     assert value_of(await world.party("l1").ask()) == 3.0
-    await world.bus.ask_moments(MomentsWish(learner="l2", kind=ADAM), module.OFFER_TTL_S)
-    await asyncio.sleep(module.OFFER_TTL_S / 2)
+    await world.bus.ask_moments(MomentsWish(learner="l2", kind=ADAM), TIMES.moments_offer_ttl_s)
+    await asyncio.sleep(TIMES.moments_offer_ttl_s / 2)
     assert len(world.uploads) == 4
 
 
@@ -178,7 +179,7 @@ async def test_without_an_answer_the_wait_is_short() -> None:
     await world.kill("l0")
     found, took_s = await world.timed(world.party("l1").ask())
     assert found is None
-    assert module.UNCLAIMED_S - 0.1 < took_s < module.UNCLAIMED_S + 1
+    assert TIMES.moments_unclaimed_s - 0.1 < took_s < TIMES.moments_unclaimed_s + 1
 
 
 @pytest.mark.parametrize("leaves", ["the donor", "the run"])
@@ -197,7 +198,7 @@ async def test_nobody_waits_for_a_peer_that_leaves_nor_in_a_run_that_ends(leaves
         await world.bus.write_state(samples.run_state(phase=Phase.DRAINING))
     found, took_s = await asking
     assert found is None
-    assert took_s < 0.5 + 3 * module.POLL_S
+    assert took_s < 0.5 + 3 * TIMES.poll_s
 
 
 @in_virtual_time
@@ -209,10 +210,10 @@ async def test_an_offer_survives_its_donor_and_expires() -> None:
     await world.bus.write_report(samples.report("l5", step=500))
     await asyncio.sleep(BUS_TIMES.live_s - 1)
     assert await world.timed(world.party("l2").ask()) == (3.0, 0.0)
-    await asyncio.sleep(module.OFFER_TTL_S)
+    await asyncio.sleep(TIMES.moments_offer_ttl_s)
     await world.bus.write_report(samples.report("l5", step=500))
     assert value_of(await world.party("l3").ask()) is None
-    await asyncio.sleep(module.PAYLOAD_TTL_S)
+    await asyncio.sleep(TIMES.moments_payload_ttl_s)
     now = asyncio.get_running_loop().time()
     assert not [key for key in list(world.store.values) if "moments" in key and world.store.get(key, object, now)]
 
@@ -240,13 +241,13 @@ async def test_a_slow_upload_is_waited_for_while_its_donor_holds_the_claim(monke
     world.chunk_s = 2.0
     found, took_s = await world.timed(world.party("l1").ask())
     assert found == 3.0
-    assert took_s > module.UNCLAIMED_S
-    await asyncio.sleep(module.OFFER_TTL_S + 1)
+    assert took_s > TIMES.moments_unclaimed_s
+    await asyncio.sleep(TIMES.moments_offer_ttl_s + 1)
     world.chunk_s = 20.0
     await world.bus.write_report(samples.report("l0", step=500))
     found, took_s = await world.timed(world.party("l1").ask())
     assert found is None
-    assert took_s < module.OFFER_S + 1
+    assert took_s < TIMES.moments_wait_s + 1
 
 
 @in_virtual_time
@@ -272,7 +273,7 @@ async def test_moments_of_an_earlier_run_of_the_name_are_not_taken(uploading: bo
     world.chunk_s = 2.0 * uploading
     await world.trains("l0", 3.0)
     if uploading:
-        await world.bus.ask_moments(MomentsWish(learner="l9", kind=ADAM), module.WISH_TTL_S)
+        await world.bus.ask_moments(MomentsWish(learner="l9", kind=ADAM), TIMES.moments_wait_s)
         await asyncio.sleep(2.0)
         assert (await world.bus.read_moments()).claimed
     for key in list(world.store.values):
@@ -332,11 +333,11 @@ async def test_a_learner_without_moments_to_give_claims_no_second_wish() -> None
     await world.trains("l1", 4.0)
     assert value_of(await asking) == 4.0
     await world.kill("l1")
-    await asyncio.sleep(module.OFFER_TTL_S)
+    await asyncio.sleep(TIMES.moments_offer_ttl_s)
     await world.bus.write_report(samples.report("l0", step=500))
     value, waited_s = await world.timed(world.party("l3").ask())
     assert value is None
-    assert waited_s < module.UNCLAIMED_S + 1
+    assert waited_s < TIMES.moments_unclaimed_s + 1
 
 
 @in_virtual_time
@@ -347,13 +348,13 @@ async def test_a_donor_that_is_too_slow_says_so() -> None:
 
     async def take() -> Moments:
         asked.append(asyncio.get_running_loop().time())
-        await asyncio.sleep(10 * module.UPLOAD_S)
+        await asyncio.sleep(10 * TIMES.moments_upload_s)
         return moments(3.0)
 
     with capture_logs() as log:
         await world.gives("l0", take)
         assert await world.party("l1").ask() is None
-        await asyncio.sleep(module.UPLOAD_S)
+        await asyncio.sleep(TIMES.moments_upload_s)
     (told,) = [line["error"] for line in log if line["event"] == "moments_not_given"]
     assert told == "not copied and uploaded within 40 s: the one that asked may begin fresh"
     assert len(asked) == 1

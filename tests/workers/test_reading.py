@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.payload.codec import encode
-from diloco.workers.exchange.work_queue import SILENT_S
+from diloco.workers.times import TIMES
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
@@ -128,7 +128,7 @@ async def test_a_shard_with_nothing_left_is_acknowledged_and_not_read_again() ->
     size = DATA[1]
     shards = [Shard(epoch=0, index=i, start=i * size, stop=(i + 1) * size) for i in range(DATA[0] // size)]
     await world.bus.fill_shards(0, shards)
-    lost = await world.bus.claim_shard("dead.00", SILENT_S)
+    lost = await world.bus.claim_shard("dead.00", TIMES.dead_s)
     assert lost is not None
     await world.bus.save_position("dead.00", lost.entry_id, size)
     await world.bus.release_shards("dead.00")
@@ -185,7 +185,7 @@ async def test_the_shard_of_a_killed_learner_is_finished_by_another_from_its_sav
     assert 0 < saved <= position[1]
     await until_epoch(world, 0)
     took = asyncio.get_running_loop().time() - at
-    assert SILENT_S - 1 < took < SILENT_S + 15
+    assert TIMES.dead_s - 1 < took < TIMES.dead_s + 15
     counts = times_read(1, killed.read, other.read)
     assert counts.keys() == {1, 2}, "at least once"
     assert 0 < counts[2] <= DATA[1] - saved, "no more than what followed the saved position"
@@ -219,7 +219,7 @@ async def test_a_learner_taken_for_dead_reads_on_and_acknowledges_nothing() -> N
         assert kept.items() <= {at: holder for at, (holder, _) in held.items()}.items()
 
     bus.write_report, bus.finish_shard = silent, tell  # type: ignore[method-assign]
-    paused.step_s = SILENT_S + 10
+    paused.step_s = TIMES.dead_s + 10
     async with asyncio.timeout(100):
         while any(holder.startswith("l0.") for holder, _ in held.values()):
             await asyncio.sleep(0.1)

@@ -36,6 +36,7 @@ from diloco.workers.moments.saved_moments import Moments
 from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRefused
 from diloco.workers.parameters import tensor_table
 from diloco.workers.rounds import Rounds
+from diloco.workers.times import LearnerTimes
 from tests import HANGING_S, samples
 from tests.parties import wait_for
 from tests.workers.test_optimizer_state import MAKERS, step, taken
@@ -634,7 +635,7 @@ def test_a_state_is_saved_though_the_losses_of_each_step_are_written_at_its_end(
         append(folder, lines)
 
     monkeypatch.setattr(StateFolder, "_append", slowly)
-    monkeypatch.setattr(keeper, "LOSSES_EVERY_S", 0.0)
+    monkeypatch.setattr(keeper, "TIMES", LearnerTimes(losses_s=0.0))
     party = Party(tmp_path, log_losses=True, state_every_s=0.0)
     party.join((0, 0))
     for _ in range(4):

@@ -10,8 +10,8 @@ import numpy as np
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
-from diloco.workers.exchange.publishing import RENEWED_TTL_S
 from diloco.workers.rounds import Base, Publication, Rounds
+from diloco.workers.times import TIMES
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.shares import Deployment, totals_of
@@ -107,7 +107,7 @@ async def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does()
     written = [key for what, key in calls if what == "payload"]
     for key in written[1:]:
         assert calls.index(("payload", key)) < calls.index(("header", key))
-    await asyncio.sleep(RENEWED_TTL_S + 1)
+    await asyncio.sleep(TIMES.renewed_ttl_s + 1)
     there = [key for key in dict.fromkeys(written) if await world.bus.count_chunks(key)]
     assert 1 <= len(there) <= 2, there
     assert len(await world.bus.read_offers(0)) == 1

@@ -23,14 +23,12 @@ from diloco.pipeline.transfer.payloads import push, push_growing
 from diloco.workers.encoding import ErrorFeedback, Snapshot, apart
 from diloco.workers.exchange.member import Member
 from diloco.workers.rounds import Base, Publication
+from diloco.workers.times import TIMES
 
 Float32 = npt.NDArray[np.float32]
 
 S_contra = TypeVar("S_contra", contravariant=True)
 
-# A delta that was neither merged nor refused expires after this.
-DELTA_TTL_S = 600.0
-INITIAL_TTL_S = 600.0
 # While a learner joins, one in this many fragments is in flight at a time.
 PART = 32
 
@@ -196,7 +194,8 @@ class OwnCarrier:
             nonlocal whole
             if of_use():
                 key = delta_key(member, base.fragment, publication.serial)
-                await push_growing(member.bus, key, payload, self._syncs[base.fragment].chunk_bytes, DELTA_TTL_S, more)
+                chunk_bytes = self._syncs[base.fragment].chunk_bytes
+                await push_growing(member.bus, key, payload, chunk_bytes, TIMES.payload_ttl_s, more)
                 told = {"fragment": base.fragment, "base": base.version, "tokens": publication.tokens}
                 member.log.debug("delta_published", **told)
                 whole = True
@@ -215,4 +214,4 @@ async def push_initial(member: Member, fragment: int, nonce: str, flat: Float32)
     if not np.isfinite(flat).all():
         raise UsageError("the model's initial parameters are not finite: check its initialisation")
     key = member.bus.keys.initial_payload(fragment, nonce)
-    return (await push(member.bus, key, flat, member.spec.sync.chunk_bytes, INITIAL_TTL_S)).chunks
+    return (await push(member.bus, key, flat, member.spec.sync.chunk_bytes, TIMES.payload_ttl_s)).chunks

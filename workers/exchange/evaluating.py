@@ -21,17 +21,13 @@ from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.retry import Backoff
 from diloco.pipeline.transfer.globals import pull_exact
 from diloco.pipeline.waiting import first_of
 from diloco.workers.checks.arguments import one_number
 from diloco.workers.exchange.redis_access import read_run
 from diloco.workers.names import named_buffers, named_parameters
 from diloco.workers.parameters import FragmentParameters
-
-POLL_S = 0.5  # between two reads of the run's state, which are small
-
-BACKOFF = Backoff(0.2, 5.0)
+from diloco.workers.times import TIMES
 
 # Takes a model and returns one number, which may be NaN or infinite. It must not change the model. To be comparable
 # with other losses, it must be in nats per token.
@@ -188,10 +184,10 @@ async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: 
     """
     bus: Bus | None = None
     evaluating: Evaluating | None = None
-    waits = BACKOFF.waits()  # used by hand instead of `retry`: `stop` must end a pause, but not a look in progress
+    waits = TIMES.reach_retry.waits()  # by hand and not by `retry`: `stop` must end a pause, but not a look in progress
     try:
         while not stop.is_set():
-            pause_s = POLL_S
+            pause_s = TIMES.evaluator_poll_s
             try:
                 if bus is None:
                     bus = await connect(url, run)
@@ -199,7 +195,7 @@ async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: 
                     evaluating = begin(spec)
                 if evaluating is not None and await evaluating.look(bus):
                     return True
-                waits = BACKOFF.waits()
+                waits = TIMES.reach_retry.waits()
             except (SpecMismatch, OtherFormat):
                 raise
             except (BusError, PeerError) as error:

@@ -20,12 +20,9 @@ from diloco.workers.exchange.pulling import Following, Pulling
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.spec_check import Agreement
 from diloco.workers.exchange.work_queue import ShardClaims
+from diloco.workers.times import TIMES
 
 S = TypeVar("S")
-
-FIND_SYNCERS_S = 10.0
-# Time for the last report of a leaving learner. A quarter of the time to leave is used if that is more.
-GOODBYE_S = 2.0
 
 
 class Exchange(Generic[S]):
@@ -81,7 +78,7 @@ class Exchange(Generic[S]):
             flushed = False
         self.reporting.left = flushed  # set on the object: a concurrent periodic report must not take `left` back
         with suppress(TimeoutError, BusError):
-            async with asyncio.timeout(max(GOODBYE_S, deadline_s / 4)):
+            async with asyncio.timeout(max(TIMES.goodbye_s, deadline_s / 4)):
                 await self.reporting.write()
                 unix_s = member.clock.unix()
                 left = Event(name="learner_left", who=member.learner, detail=member.incarnation, unix_s=unix_s)
@@ -96,11 +93,11 @@ class Exchange(Generic[S]):
         """
         missed = 0
         while True:
-            await asyncio.sleep(FIND_SYNCERS_S)
+            await asyncio.sleep(TIMES.warn_look_s)
             here = await self.member.bus.read_syncers()
             if here and missed > 1:
                 self.member.log.info("syncer_found", syncers=list(here.values()))
-            takes_writes = self.member.clock.now() - self.reporting.taken_s < FIND_SYNCERS_S
+            takes_writes = self.member.clock.now() - self.reporting.taken_s < TIMES.warn_look_s
             missed = missed + 1 if takes_writes and not here else 0
             if missed == 2:
                 remedy = "start `diloco syncer` for this run; training goes on, and a part of it may be lost meanwhile"

@@ -12,13 +12,11 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import UsageError
 from diloco.workers.background import OwnThread
 from diloco.workers.moments.recovery import Found
+from diloco.workers.times import TIMES
 from diloco.workers.training import Training
 
 T = TypeVar("T")
 E_co = TypeVar("E_co", covariant=True)
-
-CHECK_S = 0.2
-JOIN_S = 10.0
 
 
 class ExchangeThread(Generic[E_co]):
@@ -47,7 +45,7 @@ class ExchangeThread(Generic[E_co]):
             DilocoError: the learner cannot join.
         """
         self._thread.start()
-        while not wait({self._joined}, CHECK_S).done:
+        while not wait({self._joined}, TIMES.check_s).done:
             check()
         return self._joined.result()
 
@@ -72,7 +70,7 @@ class ExchangeThread(Generic[E_co]):
         Raises:
             CancelledError: the thread ended before there was a result.
         """
-        while not wait({asked}, CHECK_S).done:
+        while not wait({asked}, TIMES.check_s).done:
             # A future that is given to a loop while it closes is never completed, so the thread's end is looked at too.
             if not self.works and not asked.done():
                 raise CancelledError
@@ -114,9 +112,9 @@ class ExchangeThread(Generic[E_co]):
         self.call(self._ended.set)
 
     def join(self) -> None:
-        """Wait for the thread's end, at most `JOIN_S`."""
+        """Wait for the thread's end, at most `thread_end_s`."""
         if self._thread.ident:
-            self._thread.join(JOIN_S)
+            self._thread.join(TIMES.thread_end_s)
         else:  # it never began
             self._loop.close()
 

@@ -13,14 +13,10 @@ from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.view.ledger import whole_tokens
 from diloco.pipeline.waiting import meanwhile
-from diloco.workers.exchange.carrier import INITIAL_TTL_S, NoDeltas, some_at_once
+from diloco.workers.exchange.carrier import NoDeltas, some_at_once
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.spec_check import Agreement
-
-CLAIM_TTL_S = 10.0
-RENEW_S = CLAIM_TTL_S / 4
-PROLONG_S = INITIAL_TTL_S / 4
-POLL_S = 0.05
+from diloco.workers.times import TIMES
 
 
 class Version0:
@@ -62,10 +58,10 @@ class Version0:
                 if (
                     (upload in (None, useless) or (trained and fresh) or await retry(self._is_lost, upload, missing[0]))
                     and (trained or not await retry(self._agreement.others_trained))
-                    and await retry(bus.claim_initial, nonce, CLAIM_TTL_S)
+                    and await retry(bus.claim_initial, nonce, TIMES.initial_claim_ttl_s)
                 ):
                     await self._upload(nonce, trained)
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(TIMES.poll_s)
 
     async def _headless(self, fragments: Sequence[int]) -> list[int]:
         """Return those of the fragments that have no head.
@@ -114,24 +110,27 @@ class Version0:
                 # Fragments that have a head need no upload any more.
                 await some_at_once(upload_one, [p for p in self._fragments if heads[p] is None])
                 upload = self._word(nonce, trained)
-                if await self._bus.finish_initial(upload, INITIAL_TTL_S):
+                if await self._bus.finish_initial(upload, TIMES.payload_ttl_s):
                     self._announced = upload
         except BusError:  # the claim lapses, and this learner or another one begins again
             self._chunks = {}
 
     async def _keep_claim(self, nonce: str) -> None:
-        while await self._member.outages.retry(self._bus.claim_initial, nonce, CLAIM_TTL_S):  # noqa: ASYNC110  # no event
-            await asyncio.sleep(RENEW_S)
+        ttl_s, retry = TIMES.initial_claim_ttl_s, self._member.outages.retry
+        while await retry(self._bus.claim_initial, nonce, ttl_s):  # noqa: ASYNC110  # no event
+            await asyncio.sleep(ttl_s / 4)
         raise BusUnavailable("the claim to version 0 has lapsed, and another learner has it")
 
     async def _prolong(self, nonce: str) -> None:
         """Keep extending the lifetime of the upload: other fragments and the syncers' copying may take long."""
-        bus, size = self._bus, self._member.spec.sync.chunk_bytes
+        bus, size, ttl_s = self._bus, self._member.spec.sync.chunk_bytes, TIMES.payload_ttl_s
         while True:
-            await asyncio.sleep(PROLONG_S)
+            await asyncio.sleep(ttl_s / 4)
             for p, count in list(self._chunks.items()):
                 with suppress(BadPayload):  # only the expiry matters here; readers check the payload themselves
-                    await bus.read_chunks(bus.keys.initial_payload(p, nonce), count, 1, size, extend_s=INITIAL_TTL_S)
+                    await bus.read_chunks(bus.keys.initial_payload(p, nonce), count, 1, size, extend_s=ttl_s)
             mine = self._announced
-            if mine and await bus.read_initial() in (None, mine) and await bus.claim_initial(nonce, CLAIM_TTL_S):
-                await bus.finish_initial(mine, INITIAL_TTL_S)
+            if mine is None or await bus.read_initial() not in (None, mine):
+                continue
+            if await bus.claim_initial(nonce, TIMES.initial_claim_ttl_s):
+                await bus.finish_initial(mine, ttl_s)

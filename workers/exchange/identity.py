@@ -1,10 +1,10 @@
 """Ensure that one process at a time has a learner's id: a latecomer is refused, a replaced one ends. asyncio.
 
-| the last process with this id                | the new process                                        |
-|----------------------------------------------|--------------------------------------------------------|
-| none, has left, or silent for `BUS_TIMES.live_s`         | is the next generation, at once                        |
-| reported lately, silent while it is watched  | is the next generation after SILENT_S (it was killed)  |
-| reports while it is watched                  | is refused: `IdTaken`                                  |
+| the last process with this id                | the new process                                             |
+|----------------------------------------------|-------------------------------------------------------------|
+| none, has left, or silent for `live_s`       | is the next generation, at once                             |
+| reported lately, silent while it is watched  | is the next generation after `id_silent_s` (it was killed)  |
+| reports while it is watched                  | is refused: `IdTaken`                                       |
 
 The first report of a generation takes the id on the bus. From then on the bus refuses reports of older generations, so
 a process that wakes from a pause, or was cut off for long, ends (`LearnerReplaced`). Reports carry their generation: a
@@ -20,10 +20,8 @@ from diloco.pipeline.bus.ports import Clock, Reports
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import IdTaken, LearnerReplaced
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
+from diloco.workers.times import TIMES
 
-# Several times the interval between two reports.
-SILENT_S = 1.0
-LOOK_S = 0.1
 MOST_GENERATIONS = 10**9
 # So many new reports prove that a process lives: one or two may be late calls of a dead one.
 HEARD = 3
@@ -98,9 +96,9 @@ class Identity:
                     "`close()`), or give this one an id of its own (--learner-id, learner_id=), or none: then it makes "
                     "one up"
                 )
-            if seen.report.left or seen.age_s > BUS_TIMES.live_s or self._clock.now() - quiet_since > SILENT_S:
+            if seen.report.left or seen.age_s > BUS_TIMES.live_s or self._clock.now() - quiet_since > TIMES.id_silent_s:
                 return seen.report.generation + 1
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TIMES.poll_s)
 
     async def _newest(self) -> SeenReport | None:
         """Return the newest report of another incarnation with this id, by generation and then by age."""

@@ -28,7 +28,7 @@ from diloco.workers.background import offload
 from diloco.workers.encoding import Encoder, OnHost, Snapshot
 from diloco.workers.exchange.carrier import Carrier, OwnCarrier, some_at_once
 from diloco.workers.exchange.exchange import Exchange
-from diloco.workers.exchange.first_version import CLAIM_TTL_S, Version0
+from diloco.workers.exchange.first_version import Version0
 from diloco.workers.exchange.identity import Identity
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.pulling import Pulling
@@ -36,14 +36,10 @@ from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.spec_check import Agreement, compare
 from diloco.workers.exchange.work_queue import ShardClaims
+from diloco.workers.times import TIMES
 
 Float32 = npt.NDArray[np.float32]
 S = TypeVar("S")
-
-POLL_S = 0.05
-ABANDON_S = 2.0
-# Time after which a log line says what joining waits for.
-PATIENCE_S = 3.0
 
 
 class Joining:
@@ -70,7 +66,7 @@ class Joining:
         self._bus, self._clock, self._learner, self._incarnation = bus, clock, learner, incarnation
         self._offload, self._encoder = offload, encoder or OnHost()
         self._log = structlog.get_logger().bind(learner=learner)
-        self._shared, self._outages = Shared(), Outages(self._log)
+        self._shared, self._outages = Shared(), Outages(self._log, TIMES.retry)
         self._identity = Identity(bus, clock, learner, incarnation, self._outages.retry)
         self._claims = ShardClaims(bus, f"{learner}.{incarnation}", self._shared)
         self._reporting = Reporting(self._identity, clock, report, self._outages, self._shared, self._claims)
@@ -139,7 +135,7 @@ class Joining:
         head, retry = heads[p], self._outages.retry
         if head is not None and not await retry(pulling.pull, head):
             await retry(self._reporting.write)  # shows the head's owner that a learner failed to pull it
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(TIMES.poll_s)
 
     async def _tell(self, event: Event) -> None:
         """Add an event to the run; a failure of the stream of events alone is only logged.
@@ -161,7 +157,7 @@ class Joining:
         if self._reporting.written:
             self._reporting.left = True
             with suppress(TimeoutError, DilocoError):
-                async with asyncio.timeout(ABANDON_S):
+                async with asyncio.timeout(TIMES.goodbye_s):
                     await self._reporting.write()
 
 
@@ -186,7 +182,7 @@ async def log_why(bus: Bus, fragments: Sequence[int], log: Any) -> None:
     """Log what joining waits for if it takes long, once for each reason; runs until cancelled."""
     logged = ""
     while True:
-        await asyncio.sleep(PATIENCE_S)
+        await asyncio.sleep(TIMES.joining_told_s)
         with suppress(BusError):  # the calls that need the bus log its outages
             why = await reason(bus, fragments)
             if why and why != logged:
@@ -208,6 +204,6 @@ async def reason(bus: Bus, fragments: Sequence[int]) -> str:
     if await bus.read_initial() is None:
         return (
             "a learner uploads the first parameters, and the others wait for it; if it has died, another one begins "
-            f"within {CLAIM_TTL_S:g} s"
+            f"within {TIMES.initial_claim_ttl_s:g} s"
         )
     return f"syncer {', '.join(sorted(set(syncers.values())))} has yet to take over the first parameters"

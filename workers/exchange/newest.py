@@ -15,14 +15,11 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.transfer.globals import pull_shown
-from diloco.workers.exchange.redis_access import BACKOFF, read_run
+from diloco.workers.exchange.redis_access import read_run
 from diloco.workers.exchange.spec_check import compare
+from diloco.workers.times import TIMES
 
 Float32 = npt.NDArray[np.float32]
-
-# Limit for a bus that does not answer, and for the last merges of a run that is ending.
-PATIENCE_S = 60.0
-LOOK_S = 0.1
 
 
 async def read_newest(
@@ -44,7 +41,7 @@ async def read_newest(
         SpecMismatch, RunReplaced: another run has the name by now.
         BusError, BadPayload: there was no answer for a minute.
     """
-    until, waits = LoopClock().now() + PATIENCE_S, BACKOFF.waits()
+    until, waits = LoopClock().now() + TIMES.newest_s, TIMES.reach_retry.waits()
     while True:
         try:
             async with open_bus(url, run) as bus:
@@ -77,10 +74,10 @@ async def _read(
 
 
 async def _last_merge(bus: Bus) -> None:
-    until = LoopClock().now() + PATIENCE_S
+    until = LoopClock().now() + TIMES.newest_s
     while (state := await bus.read_state()) is not None and state.phase in (Phase.DRAINING, Phase.CLOSING):
         if LoopClock().now() > until:
             detail = "the run does not finish: is a syncer running? What was merged until now is read"
             structlog.get_logger().warning("run_not_finished", phase=state.phase, detail=detail)
             return
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(TIMES.poll_s)

@@ -17,16 +17,14 @@ from typing import Generic, TypeVar
 from diloco.pipeline.errors import BadMessage, BusError
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.payload import codec
-from diloco.pipeline.retry import Outages, Retries
+from diloco.pipeline.retry import Retries
 from diloco.workers.exchange.carrier import Carrier, delta_key, on_all_lanes
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.rounds import Publication
+from diloco.workers.times import TIMES
 
 S = TypeVar("S")
-
-# A payload whose delta was renewed expires after this, so that a syncer in the middle of reading it can finish.
-RENEWED_TTL_S = 10.0
 
 
 class Publishing(Generic[S]):
@@ -76,7 +74,7 @@ class Publishing(Generic[S]):
 
     async def _offer_on(self, lane: int) -> None:
         lanes, wake, clock = self._carrier.lanes, self._header_wakes[lane], self._member.clock
-        retries = Retries(Outages.BACKOFF)
+        retries = Retries(TIMES.retry)
         while True:
             wake.clear()  # before looking: a delta queued after the look sets it again, so the wait below ends at once
             mine = [key for key in self._headers if key[0] % lanes == lane]
@@ -173,7 +171,7 @@ class Publishing(Generic[S]):
             member.shared.uploaded[p] = publication.serial
         if whole and takes_its_place:
             with suppress(BusError):  # without this call the old payload expires by its own, longer TTL
-                await member.bus.expire_soon(delta_key(member, p, renews), RENEWED_TTL_S)
+                await member.bus.expire_soon(delta_key(member, p, renews), TIMES.renewed_ttl_s)
 
     def _is_of_use(self, publication: Publication) -> bool:
         """Return whether the syncer can still merge it: at most one version stale, and no later attempt on its base."""

@@ -15,15 +15,14 @@ from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
-from diloco.pipeline.retry import Backoff, Retries
+from diloco.pipeline.retry import Retries
 from diloco.workers.exchange.carrier import Feedback, NoDeltas, on_all_lanes
 from diloco.workers.exchange.first_version import Version0
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.refused import Refused
 from diloco.workers.rounds import Base, OpenWindow
 from diloco.workers.step_times import DECAY
-
-BACKOFF = Backoff(0.05, 2.0)
+from diloco.workers.times import TIMES
 
 
 class PullTimes:
@@ -134,7 +133,7 @@ class Pulling:
             await on_all_lanes(lambda lane: self._member.outages.retry(self._pull_wanted_on, lane), lanes)
 
     async def _pull_wanted_on(self, lane: int) -> None:
-        retries, clock, lanes, wake = Retries(BACKOFF), self._member.clock, self._carrier.lanes, self._wakes[lane]
+        retries, clock, lanes, wake = Retries(TIMES.retry), self._member.clock, self._carrier.lanes, self._wakes[lane]
         for seen in [seen for seen in self._seen_s if seen % lanes == lane]:
             del self._seen_s[seen]  # this begins again after an outage, whose duration must not count as a pull's
         while True:
@@ -200,12 +199,6 @@ class _Chosen:
         self.head, self.seen_s = self._wanted.get(p, self.head), self._all_seen_s.get(p)
         self.waited_s = 0.0 if self.seen_s is None else now - max(self._asked_s, self.seen_s)
         return self.head
-
-
-LOOK_AT_ALL_S = 5.0  # between two looks at all heads, even if the tape says nothing
-# A live syncer would have restored lost heads within this time. After it, learners restart the run from the globals
-# that they have adopted.
-LOST_HEADS_S = 15.0
 
 
 class Following:
@@ -278,7 +271,7 @@ class Following:
         """Look at all heads; if some were missing for long, restart the run from the globals that were adopted."""
         member, pulling = self._member, self._pulling
         now, lost = member.clock.now(), self._lost_since_s
-        self._look_at_all_s = now + LOOK_AT_ALL_S
+        self._look_at_all_s = now + TIMES.look_s
         there = await pulling.look(range(len(member.layout.fragments)))
         if pulling.reached and member.outages.count != self._outages:
             # One of several nodes was unreachable. That sets no `gap`, since the work on the other nodes went on, but
@@ -293,9 +286,10 @@ class Following:
         self._look_at_all_s = now + BUS_TIMES.block_s
         if lost is None:
             self._lost_since_s = now
-            detail = f"a syncer puts them back; else this learner uploads what it has adopted after {LOST_HEADS_S:g} s"
+            after = f"after {TIMES.heads_lost_s:g} s"
+            detail = f"a syncer puts them back; else this learner uploads what it has adopted {after}"
             member.log.warning("heads_lost", detail=detail)
-        elif now - lost >= LOST_HEADS_S:
+        elif now - lost >= TIMES.heads_lost_s:
             nonce = f"{pulling.looks:04x}{member.incarnation}"[:32]  # a new nonce, since the values are not the first
             await self._version_0.ensure(nonce, trained=True)
             self._look_at_all_s = now

@@ -16,14 +16,13 @@ from diloco.pipeline.errors import BusUnavailable, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process import logs
-from diloco.pipeline.retry import Backoff, retry
+from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import PARTIES, BusSettings, load
 from diloco.pipeline.sources import check_variables
 from diloco.workers.exchange.scripts import Scripts
+from diloco.workers.times import TIMES
 
 T = TypeVar("T")
-
-BACKOFF = Backoff(0.1, 5.0)
 
 
 def in_own_loop(work: Coroutine[Any, Any, T]) -> T:
@@ -126,7 +125,7 @@ def wait_for_spec(read: Callable[[], T], learner: str | None, check: Callable[[]
         learner: its id, for log lines, if it has one yet.
         check: called before each try; may raise.
     """
-    waits = BACKOFF.waits()
+    waits = TIMES.reach_retry.waits()
     while True:
         check()
         try:
@@ -140,10 +139,10 @@ def wait_for_spec(read: Callable[[], T], learner: str | None, check: Callable[[]
 async def reach(url: str, run: str, learner: str) -> tuple[RedisBus, Scripts]:
     """Return a bus and its scripts, as soon as Redis is there and has the scripts that the learner calls."""
     say = partial(_say, learner=learner)
-    bus = await retry(lambda: connect(url, run), BACKOFF.waits(), BusUnavailable, say)
+    bus = await retry(lambda: connect(url, run), TIMES.reach_retry.waits(), BusUnavailable, say)
     scripts = Scripts(bus, learner)
     try:
-        await retry(scripts.look, BACKOFF.waits(), BusUnavailable, say)
+        await retry(scripts.look, TIMES.reach_retry.waits(), BusUnavailable, say)
     except BaseException:
         await bus.close()
         raise

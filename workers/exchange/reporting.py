@@ -10,10 +10,7 @@ from diloco.pipeline.retry import Outages
 from diloco.workers.exchange.identity import Identity
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import ShardClaims
-
-# Time between two reports while nothing else calls for one.
-REPORT_S = 0.3
-LEAST_REPORT_S = 0.05
+from diloco.workers.times import TIMES
 
 
 class Reporting:
@@ -76,14 +73,14 @@ class Reporting:
             if position is not None and position != saved:
                 await self._claims.save(position)
                 saved = position
-            while (rest_s := began + REPORT_S - self._clock.now()) > LEAST_REPORT_S:
+            while (rest_s := began + TIMES.report_s - self._clock.now()) > TIMES.least_report_s:
                 if not self._wake.is_set():
                     with suppress(TimeoutError):
                         async with asyncio.timeout(rest_s):
                             await self._wake.wait()
-                elif self._clock.now() - self._written_s >= LEAST_REPORT_S:
+                elif self._clock.now() - self._written_s >= TIMES.least_report_s:
                     break
                 else:  # wait a little: a delta may be published meanwhile, whose report tells the news as well
-                    await asyncio.sleep(LEAST_REPORT_S)
+                    await asyncio.sleep(TIMES.least_report_s)
             else:
-                await asyncio.sleep(LEAST_REPORT_S)
+                await asyncio.sleep(TIMES.least_report_s)

@@ -9,10 +9,7 @@ import structlog
 from diloco.pipeline.bus.redis_streams import RedisBus
 from diloco.pipeline.errors import BusError, ScriptsMissing
 from diloco.pipeline.messages.run import SCRIPTS_FOUND, SCRIPTS_MISSING, Event
-
-LOOK_S = 10.0
-# The event is repeated after this, because a run's status only looks at the last hour (`view.trouble`).
-TELL_AGAIN_S = 1200.0
+from diloco.workers.times import TIMES
 
 
 class Scripts:
@@ -34,7 +31,7 @@ class Scripts:
             await self._bus.ensure_scripts()
         except ScriptsMissing:
             now_s = self._bus.clock.now()
-            if self._told_s is None or now_s - self._told_s >= TELL_AGAIN_S:
+            if self._told_s is None or now_s - self._told_s >= TIMES.scripts_told_s:
                 await self._tell(SCRIPTS_MISSING)
                 self._told_s = now_s
             raise
@@ -46,7 +43,7 @@ class Scripts:
     async def watch(self) -> None:
         """Check periodically until cancelled. Calls that need a missing script log it themselves."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TIMES.warn_look_s)
             with suppress(BusError):
                 await self.look()
 

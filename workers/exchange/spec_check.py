@@ -10,15 +10,11 @@ import asyncio
 from diloco.pipeline.agreement import differences
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import SpecMismatch
+from diloco.pipeline.liveness import is_live
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
-
-LOOK_S = 5.0
-# Longer than the time after which trained learners restore lost heads (`pulling.LOST_HEADS_S`).
-OTHERS_S = 40.0
-# A learner that has reported within this time counts as live, and may restore what it has trained.
-LIVE_S = 10.0
+from diloco.workers.times import TIMES
 
 
 def compare(spec: Spec, held: Spec) -> None:
@@ -54,7 +50,7 @@ class Agreement:
             SpecMismatch, BusError: see `look`.
         """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TIMES.look_s)
             await self.look()
 
     async def look(self, patience_s: float = BUS_TIMES.other_spec_s) -> None:
@@ -80,17 +76,16 @@ class Agreement:
     async def others_trained(self) -> bool:
         """Return whether a live learner has trained values, in whose place fresh ones must not become version 0.
 
-        From the first call on, this is true for `OTHERS_S` at most: a learner that has trained restores its values by
-        then, and a wrong report must not keep a run from beginning.
+        From the first call on, this is true for `others_trained_s` at most: a learner that has trained restores its
+        values by then, and a wrong report must not keep a run from beginning.
 
         Raises:
             BusError: ask again.
         """
         now = self._clock.now()
         self._asked_since_s = now if self._asked_since_s is None else self._asked_since_s
-        return now - self._asked_since_s < OTHERS_S and any(
-            seen.age_s < LIVE_S
-            and not seen.report.left
+        return now - self._asked_since_s < TIMES.others_trained_s and any(
+            is_live(seen, TIMES.dead_s)
             and seen.report.learner != self._learner
             and max(seen.report.versions, default=-1) >= 0
             for seen in await self._bus.read_reports()

@@ -18,6 +18,7 @@ from diloco.pipeline.bus.ports import WorkQueue
 from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.workers.exchange.shared import Shared
+from diloco.workers.times import TIMES
 
 # Shards that a learner holds, with the one that it reads. Shards that were drawn whole and wait to be trained on are
 # not counted.
@@ -26,8 +27,6 @@ PREFETCHED_SHARDS = 4
 STEPS_PER_SHARD = 8
 # Most shards of an epoch: one call queues them all, and one call reads them all for each checkpoint.
 MAX_SHARDS = 16_384
-# A learner that has not reported for this long is taken for dead, and others go on with its shards.
-SILENT_S = 10.0
 # Shards that are remembered to be read again.
 RECENT_SHARDS = 64
 
@@ -103,7 +102,7 @@ class ShardClaims:
             await self._settle()
             wanted = self._shared.shards_wanted
             while not self._leaving and wanted and self._unread < PREFETCHED_SHARDS:
-                claimed = await self._bus.claim_shard(self._consumer, SILENT_S, tuple(self._held))
+                claimed = await self._bus.claim_shard(self._consumer, TIMES.dead_s, tuple(self._held))
                 if claimed is None:
                     await self._fill_epoch(*wanted)
                 elif not self._is_there(claimed.shard, wanted[0]):

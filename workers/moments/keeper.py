@@ -20,8 +20,8 @@ from diloco.workers.moments.recovery import Found, Source, torch_rng
 from diloco.workers.moments.saved_moments import Moments
 from diloco.workers.moments.state_folder import SavedState
 from diloco.workers.rounds import Rounds
+from diloco.workers.times import TIMES
 
-LOSSES_EVERY_S = 0.25
 # Most losses that wait to be written; older ones are dropped.
 LOSSES_KEPT = 100_000
 
@@ -84,7 +84,7 @@ class Keeper:
             # This comes after `_copy_on`: a copy begins only while nothing is being written. If steps are long, losses
             # are written at every step, and would never let a copy begin.
             if now >= self._next_losses_s and not self._own.folder.busy:
-                self._next_losses_s = now + LOSSES_EVERY_S
+                self._next_losses_s = now + TIMES.losses_s
                 self._own.folder.append_losses(self._loss_lines)
 
     def _copy_on(self, now: float, shared: Shared) -> None:

@@ -29,21 +29,8 @@ from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, Optimize
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.workers.moments.saved_moments import Moments, check, of_moment
+from diloco.workers.times import TIMES
 
-# Time between two looks at the bus for wishes.
-LOOK_S = 1.0
-POLL_S = 0.1
-# Longest wait for a peer to claim the wish.
-UNCLAIMED_S = 5.0
-# Longest wait in all, once a peer has claimed it.
-OFFER_S = 30.0
-# An answering peer gives up after this.
-UPLOAD_S = 40.0
-WISH_TTL_S, CLAIM_TTL_S, OFFER_TTL_S = 30.0, 3.0, 60.0
-# Longer than an upload and its offer together, with 20 s to spare, so that what is announced can be read. No longer
-# than two offers: the first one's payloads are gone when the upload for a third one begins, so payloads do not pile up
-# however often learners join.
-PAYLOAD_TTL_S = 2 * OFFER_TTL_S
 # The moments of a peer with fewer steps of its own are not worth waiting for.
 USEFUL_STEPS = 20
 
@@ -101,13 +88,13 @@ class Peers:
                 unclaimed = now
             elif not await self._somebody_may_answer():
                 return None
-            if now - unclaimed > UNCLAIMED_S or now - began > OFFER_S:
+            if now - unclaimed > TIMES.moments_unclaimed_s or now - began > TIMES.moments_wait_s:
                 log.info("moments_not_offered", learner=self._learner, waited_s=round(now - began, 1))
                 return None
             if board.wish is None:
                 wish = MomentsWish(learner=self._learner, kind=self._kind)
-                await self._bus.ask_moments(wish, WISH_TTL_S)
-            await asyncio.sleep(POLL_S)
+                await self._bus.ask_moments(wish, TIMES.moments_wait_s)
+            await asyncio.sleep(TIMES.poll_s)
 
     def _is_ours(self, offer: MomentsOffer) -> bool:
         """Return whether an offer is of this kind, and of this learner's run."""
@@ -151,7 +138,7 @@ class Peers:
             copy: returns a copy of its moments, as soon as the training thread has made one; None: it cannot.
         """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TIMES.slow_poll_s)
             try:
                 board = await self._bus.read_moments()
                 if self._can_help(board) and steps() >= USEFUL_STEPS and not await self._donate(steps, copy):
@@ -159,11 +146,13 @@ class Peers:
             except BusError:
                 pass  # another peer may answer, or the learner that asked begins fresh
             except TimeoutError:
-                error = f"not copied and uploaded within {UPLOAD_S:g} s: the one that asked may begin fresh"
+                error = (
+                    f"not copied and uploaded within {TIMES.moments_upload_s:g} s: the one that asked may begin fresh"
+                )
                 log.warning("moments_not_given", learner=self._learner, error=error)
             except Exception as error:  # helping another learner must never harm this one
                 log.warning("moments_not_given", learner=self._learner, error=str(error)[:500])
-                await asyncio.sleep(WISH_TTL_S)  # this wish is for another peer
+                await asyncio.sleep(TIMES.moments_wait_s)  # this wish is for another peer
 
     def _can_help(self, board: MomentsBoard) -> bool:
         """Return whether a wish is another learner's, for this kind, and neither claimed nor met by an offer."""
@@ -175,11 +164,11 @@ class Peers:
     async def _donate(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments | None]]) -> bool:
         """Answer a wish, unless another peer has claimed it; return False if there are no moments to give."""
         nonce, state = secrets.token_hex(8), self._state()
-        if state is None or not await self._bus.claim_moments(nonce, CLAIM_TTL_S):
+        if state is None or not await self._bus.claim_moments(nonce, TIMES.moments_claim_ttl_s):
             return True
         holding = asyncio.create_task(self._hold(nonce))
         try:
-            async with asyncio.timeout(UPLOAD_S):
+            async with asyncio.timeout(TIMES.moments_upload_s):
                 if (moments := await copy()) is None:
                     return False
                 for p, flats in enumerate(moments.flats):
@@ -187,7 +176,7 @@ class Peers:
                         if not flat.size:
                             continue
                         key = self._bus.keys.moments_payload(p, name, nonce)
-                        await push(self._bus, key, flat, self._chunk_bytes, PAYLOAD_TTL_S)
+                        await push(self._bus, key, flat, self._chunk_bytes, TIMES.moments_payload_ttl_s)
                 offer = MomentsOffer(
                     learner=self._learner,
                     nonce=nonce,
@@ -197,7 +186,7 @@ class Peers:
                     steps=steps(),
                     began_unix_s=state.began_unix_s,
                 )
-                announced = await self._bus.finish_moments(offer, OFFER_TTL_S)
+                announced = await self._bus.finish_moments(offer, TIMES.moments_offer_ttl_s)
                 log.info("moments_offered", learner=self._learner, announced=announced)
                 return True
         finally:
@@ -207,6 +196,6 @@ class Peers:
     async def _hold(self, nonce: str) -> None:
         """Renew the claim for as long as this learner works on it."""
         while True:
-            await asyncio.sleep(CLAIM_TTL_S / 3)
+            await asyncio.sleep(TIMES.moments_claim_ttl_s / 3)
             with suppress(BusError):
-                await self._bus.claim_moments(nonce, CLAIM_TTL_S)
+                await self._bus.claim_moments(nonce, TIMES.moments_claim_ttl_s)

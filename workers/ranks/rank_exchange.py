@@ -28,7 +28,6 @@ from diloco.workers.background import offload
 from diloco.workers.encoding import AT_ONCE, OnHost
 from diloco.workers.exchange.carrier import Carrier
 from diloco.workers.exchange.exchange import Exchange
-from diloco.workers.exchange.exchange_thread import CHECK_S
 from diloco.workers.exchange.joining import Joining, log_joined
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.shared import Shared
@@ -41,6 +40,7 @@ from diloco.workers.ranks.shutdown import ExitBarrier, steps_of_all
 from diloco.workers.ranks.step_agreement import Sum
 from diloco.workers.ranks.transport import INFORM_S, REPORT_S, Transport
 from diloco.workers.rounds import Base
+from diloco.workers.times import TIMES
 from diloco.workers.training import Training
 
 # Seconds beyond the time allowed for leaving (`within_s`) until the ranks give up on one that has not come to leave.
@@ -239,7 +239,7 @@ class RankExchange:
             Shared(),
             OnHost(AT_ONCE),
             self._offload,
-            Outages(log),
+            Outages(log, TIMES.retry),
             log,
         )
         Rank(self._transport, self._transfers(member), training, member.shared, self._joined)
@@ -294,7 +294,7 @@ class RankExchange:
                 sent = state.started_unix_s
                 for rank in range(1, self._transport.ranks):
                     self._transport.tell(rank, "know", codec.encode(state))
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(TIMES.check_s)
 
     async def _enter_all(self, rank: Rank, versions: Sequence[int], state: RunState | None) -> None:
         encoded = None if state is None else codec.encode(state)

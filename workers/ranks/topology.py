@@ -43,11 +43,11 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MAX_TENSORS, Message, Nonce, PartyId, Text
 from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
-from diloco.workers.exchange.joining import PATIENCE_S
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.placement import Range
 from diloco.workers.ranks.shutdown import wait_for_gloo_threads
 from diloco.workers.ranks.transport import TOKEN_BYTES, accept_calls, call_lower_ranks, listen
+from diloco.workers.times import TIMES
 
 Float32 = npt.NDArray[np.float32]
 
@@ -413,7 +413,7 @@ def _warn_if_slow(ranks: Sequence[int]) -> Iterator[None]:
         f"{len(ranks)} ranks are to make their Learner: the log of one that lags says what it waits for; if one has "
         "ended, end the others (torchrun does)"
     )
-    timer = threading.Timer(PATIENCE_S, structlog.get_logger().warning, ["ranks_awaited"], {"detail": detail})
+    timer = threading.Timer(TIMES.joining_told_s, structlog.get_logger().warning, ["ranks_awaited"], {"detail": detail})
     timer.daemon = True
     timer.start()
     try:

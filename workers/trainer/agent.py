@@ -29,7 +29,7 @@ REFUSED_STATUS = 2
 # After so many attempts in a row that each ended within so many seconds, another attempt will do no better.
 MOST_QUICK, QUICK_S = 5, 60.0
 # Seconds, on top of the time to flush, before ranks that were asked to end are killed. It must exceed the time that
-# ranks wait for each other when they leave (`rank_learner.BYE_S`).
+# ranks wait for each other when they leave (`rank_exchange.GOODBYE_S`).
 LEAVE_MARGIN_S = 40
 
 log = structlog.get_logger()

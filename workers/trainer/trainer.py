@@ -17,6 +17,7 @@ from diloco.workers.exchange.redis_access import has_version_0, wait_for_spec
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD
 from diloco.workers.learner import Learner
 from diloco.workers.schedule import FRESH_MOMENTS_STEPS, learning_rate
+from diloco.workers.times import TIMES
 from diloco.workers.trainer.agent import run_ranks
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokenized import check_tokenizer, open_for
@@ -42,8 +43,6 @@ from diloco.workers.trainer.together import (
     rank_device,
     ranks_here,
 )
-
-LOOK_S = 1.0
 
 log = structlog.get_logger()
 
@@ -136,7 +135,7 @@ def wait_for_weights(begun: Callable[[], bool], learner: str | None) -> None:
         detail = "this run begins from weights that are not here: waiting for a learner with them (--model hf:FOLDER)"
         log.warning("joining_delayed", detail=detail)
         while not wait_for_spec(begun, learner):
-            time.sleep(LOOK_S)
+            time.sleep(TIMES.slow_poll_s)
 
 
 def train_once(
