@@ -18,9 +18,7 @@ class LearnerTimes:
     slow_poll_s: float = 1.0  # where a look costs more: for peers' wishes in training, for weights by new connections
     evaluator_poll_s: float = 0.5  # of an evaluator, at the run's state, which is small
     look_s: float = 5.0  # at all heads and at the spec, though no record says that they changed
-    warn_look_s: float = (
-        10.0  # for what is only told: that Redis lacks scripts, that no syncer is there (it may be restarting)
-    )
+    warn_look_s: float = 10.0  # for what is only told: Redis lacks scripts, no syncer is there (it may be restarting)
     check_s: float = 0.2  # of a training thread that waits: whether a signal came, or the exchange thread has ended
 
     # Joining.
