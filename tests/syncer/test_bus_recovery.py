@@ -138,8 +138,8 @@ async def test_without_the_syncer_that_knew_them_learners_bring_the_heads_back()
     await asyncio.sleep(1.0)
     world.start_syncer()
     newcomer = VirtualLearner("new", world, 0.1, "e" * 16).start()
-    await world.until_version(0, 40)
     assert min(float(values.min()) for values in newcomer.values) == 0.0, "it had nothing to offer"
+    await world.until_version(0, 40)
     await world.until_version(2)
     assert min(float(values.min()) for values in party[0].values) > trained > 0.1
     assert any(isinstance(record, Rewound) for record in await world.tape())
