@@ -138,6 +138,7 @@ async def test_without_the_syncer_that_knew_them_learners_bring_the_heads_back()
     await asyncio.sleep(1.0)
     world.start_syncer()
     newcomer = VirtualLearner("new", world, 0.1, "e" * 16).start()
+    await asyncio.sleep(1.0)  # it waits for those that have trained
     assert min(float(values.min()) for values in newcomer.values) == 0.0, "it had nothing to offer"
     await world.until_version(0, 40)
     await world.until_version(2)
