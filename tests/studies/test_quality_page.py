@@ -586,13 +586,17 @@ def field() -> Iterator[list[float]]:
 
 
 def field_long() -> Iterator[list[float]]:
-    rates = {"data-parallel, Muon": (12, 24, 48), "data-parallel, AdamW": (4, 8, 16)}
-    rates |= {"decoupled": (4, 8, 16), "MuLoCo": (16, 32)}
-    base = "field-long/data-parallel, Muon, M = 4, lr=0.024"
-    for label, tried in rates.items():
-        runs = [f"field-long/{label}, M = 4, lr={rate / 1000:.3f}" for rate in tried]
-        found = min(runs, key=lambda run: values(run)[0])
-        yield [*first(*runs), *(changes(found, base) if found != base else [])]
+    rates = {
+        4: {"data-parallel, Muon": (12, 24, 48), "data-parallel, AdamW": (4, 8, 16), "decoupled": (4, 8, 16)},
+        8: {"data-parallel, Muon": (24,), "data-parallel, AdamW": (8,), "decoupled": (8, 16)},
+    }
+    rates[4]["MuLoCo"] = (16, 32)
+    for learners, by_label in rates.items():
+        base = f"field-long/data-parallel, Muon, M = {learners}, lr=0.024"
+        for label, tried in by_label.items():
+            runs = [f"field-long/{label}, M = {learners}, lr={rate / 1000:.3f}" for rate in tried]
+            found = min(runs, key=lambda run: values(run)[0])
+            yield [*first(*runs), *(changes(found, base) if found != base else [])]
 
 
 def field_tokens() -> Iterator[list[float]]:
@@ -620,10 +624,10 @@ def summary() -> Iterator[list[float]]:
     for inner, learners in (("Muon", (4, 8, 16)), ("AdamW", (1, 4, 8, 16))):
         yield [apart(f"field/decoupled, M = {m}", f"field/data-parallel, {inner}, M = {m}") for m in learners]
     lengths = []
-    for base in ("data-parallel, Muon", "data-parallel, AdamW"):
-        rate = "0.024" if "Muon" in base else "0.008"
-        lengths.append(changes("field/decoupled, M = 4", f"field/{base}, M = 4")[0])
-        lengths.append(apart("field-long/decoupled, M = 4, lr=0.008", f"field-long/{base}, M = 4, lr={rate}"))
+    for base, rate in (("data-parallel, Muon", "0.024"), ("data-parallel, AdamW", "0.008")):
+        for m in (4, 8):
+            long = f"field-long/decoupled, M = {m}, lr=0.008", f"field-long/{base}, M = {m}, lr={rate}"
+            lengths += [changes(f"field/decoupled, M = {m}", f"field/{base}, M = {m}")[0], apart(*long)]
     yield lengths
     same = "data-parallel, the same outer step"
     yield [
