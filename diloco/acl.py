@@ -20,8 +20,8 @@ HEADER = """\
 # Users of a Redis 7 for Decoupled DiLoCo: each party may do what it does, and nothing else. Made by `diloco acl`.
 # Redis reads comments nowhere: they go before it does (deploy/redis.sh).
 """
-# Least length of a password that is not generated here (generated ones have 48 characters).
-LEAST = 12
+# Minimum length of a password that is not generated here (generated ones have 48 characters).
+MIN_PASSWORD_CHARS = 12
 
 
 def variable(user: str) -> str:
@@ -59,8 +59,8 @@ def gather_passwords(names: Iterable[str], environ: Mapping[str, str], file: Pat
     made = {name: secrets.token_hex(24) for name in missing}
     passwords = {name: (found | made)[name] for name in names}
     for name, password in passwords.items():
-        if len(password) < LEAST:
-            raise UsageError(f"{name} is shorter than {LEAST} characters")
+        if len(password) < MIN_PASSWORD_CHARS:
+            raise UsageError(f"{name} is shorter than {MIN_PASSWORD_CHARS} characters")
     if len(set(passwords.values())) < len(passwords):
         raise UsageError("two users have the same password: then neither is kept from what is the other's")
     if made and file is not None:

@@ -40,7 +40,7 @@ def _whole(least: int, most: int, value: str) -> int:
     return number
 
 
-_vocab, _tokens = partial(_whole, bpe.LEAST_VOCAB, bpe.MOST_VOCAB), partial(_whole, 1, 2**62)
+_vocab, _tokens = partial(_whole, bpe.MIN_VOCAB, bpe.MAX_VOCAB), partial(_whole, 1, 2**62)
 _vocab.__name__ = _tokens.__name__ = "N"  # type: ignore[attr-defined]  # typer asks a parser for its name
 
 
@@ -112,7 +112,7 @@ def prepare(
                 words,
                 stop,
                 made_by=made_by,
-                most_tokens=tokens,
+                max_tokens=tokens,
                 part_done=bar.step,
                 encoded=bar.show_tokens,
             )

@@ -13,15 +13,15 @@ _OF_METHOD = re.compile(rf"(?P<module>.+)\.(?P<what>({_ANY})\w+)\.(?P<adapter>[^
 _BESIDE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)(?P<rest>\..+)")
 _ROOT = "base_model.model."
 _DORA = "lora_magnitude_vector"
-MOST_NAMED = 5
+MAX_NAMED = 5
 # A model is inside fewer wrapping modules than this; each adds a part to the names of its tensors.
 DEEPEST = 4
 
 
 def some(names: Collection[str]) -> str:
     """Return the first names and the number of the others, for a message."""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(sorted(names)[:MOST_NAMED]) + more
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(sorted(names)[:MAX_NAMED]) + more
 
 
 def has_adapter(names: Iterable[str]) -> bool:

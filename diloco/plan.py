@@ -13,7 +13,7 @@ from diloco.options import RunSettings, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
-from diloco.pipeline.messages.wire import MOST_STEPS, Codec, GlobalCodec, OuterName
+from diloco.pipeline.messages.wire import MAX_STEPS, Codec, GlobalCodec, OuterName
 from diloco.pipeline.needs import CHOSEN, Needs, needs_of, pace_of
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, Precision
 from diloco.pipeline.settings import SyncSettings, defaults
@@ -36,7 +36,7 @@ class PlanSettings(Site):
         "fp32", description="Precision of training; bf16: a copy that computes, beside fp32 masters"
     )
     overlap_steps: int = Field(
-        USUAL["overlap_steps"], ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may hide behind"
+        USUAL["overlap_steps"], ge=0, le=MAX_STEPS, description="Inner steps tau that a sync may hide behind"
     )
     codec: Literal["auto", Codec] = Field("auto", description="Codec of deltas; auto: bf16 unless the link needs less")
     global_codec: GlobalCodec = Field(USUAL["global_codec"], description="Codec of the globals that learners pull")

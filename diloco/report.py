@@ -20,7 +20,7 @@ from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.run import Evaluation, Event, Phase
 from diloco.pipeline.settings import BusSettings
-from diloco.pipeline.view.page.collector import MOST_READ, RunReader
+from diloco.pipeline.view.page.collector import MAX_READ, RunReader
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.model import Model, PageModel
 from diloco.pipeline.view.status import Status
@@ -82,7 +82,7 @@ async def _poll(url: str, run: str, known: bool) -> tuple[Model, Status]:
             poll = await reader.poll()
             model.see(poll)
             if (
-                max(map(len, (poll.records, poll.events, poll.evaluations))) < MOST_READ
+                max(map(len, (poll.records, poll.events, poll.evaluations))) < MAX_READ
             ):  # a full read may not be the last one
                 break
     check_there(poll.status, known or bool(poll.shares))

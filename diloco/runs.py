@@ -22,7 +22,7 @@ from diloco.pipeline.errors import BadMessage, BusFull, BusUnavailable, DilocoEr
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.pipeline.messages.wire import MAX_TOKENS
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.process import logs, signals
 from diloco.pipeline.settings import BusSettings, ServerSettings
@@ -247,7 +247,7 @@ def extend(
 
 def _count(tokens: str) -> int:
     try:
-        return TypeAdapter(Annotated[int, Field(ge=1, le=MOST_TOKENS)]).validate_python(parse_count(tokens))
+        return TypeAdapter(Annotated[int, Field(ge=1, le=MAX_TOKENS)]).validate_python(parse_count(tokens))
     except ValidationError:
         raise UsageError(f"--tokens {tokens}: give a whole number below 2^62, such as 5000000 or 5M") from None
 

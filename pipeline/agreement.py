@@ -10,11 +10,11 @@ from diloco.pipeline.settings import Settings
 S = TypeVar("S", bound=Settings)
 
 # The most differences that are listed.
-MOST_TOLD = 20
+MAX_LISTED = 20
 
 
 def differences(here: Spec, held: Spec) -> str:
-    """Return one line for each difference, at most `MOST_TOLD`; "" if there is none. `held` is the run's spec."""
+    """Return one line for each difference, at most `MAX_LISTED`; "" if there is none. `held` is the run's spec."""
     lines = [
         f"  {part}.{name}: here {mine.get(name)!r}, the run has {theirs.get(name)!r}"
         for part, mine, theirs in (
@@ -33,8 +33,8 @@ def differences(here: Spec, held: Spec) -> str:
         mine, theirs = next((a.name, b.name) for a, b in zip(here.tensors, held.tensors, strict=True) if a != b)
         lines.append(f"  order of the tensors: here {mine!r} where the run has {theirs!r}")
     lines += _frozen(here, held)
-    more = [f"  ... and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
-    return "\n".join([*lines[:MOST_TOLD], *more])
+    more = [f"  ... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
+    return "\n".join([*lines[:MAX_LISTED], *more])
 
 
 def _by_name(tensors: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:

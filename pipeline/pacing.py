@@ -18,14 +18,14 @@ from diloco.pipeline.outer_cost import CHEAPER, Speed
 from diloco.pipeline.ramps import interval_at
 
 # A shorter step time in a report means that it is not known yet.
-LEAST_STEP_S = 1e-6
+MIN_STEP_S = 1e-6
 # Rounds longer than this multiple of H are reported.
 LONG_ROUND = 1.5
 BLAS = "OPENBLAS_NUM_THREADS"
 # Threads of one matrix product: BLAS libraries are not built for more.
-MOST_THREADS = 64
+MAX_THREADS = 64
 # How many remedies a warning names; docs/howto/watch.md has all of them.
-MOST_HELPS = 2
+MAX_HELPS = 2
 # Share of a round: a merge that takes this long overwrites a quarter of the training.
 ROOM = 1 / 3
 
@@ -68,7 +68,7 @@ def full_room_steps(sync: SyncSpec) -> float:
     return max(sync.overlap_steps, ROOM * sync.sync_interval)
 
 
-def least_step_s(sync: SyncSpec, outer_s: float, together_s: float) -> float:
+def min_step_s(sync: SyncSpec, outer_s: float, together_s: float) -> float:
     """Return the shortest inner step, in seconds, with which the outer step fits once the interval is H.
 
     Args:
@@ -93,7 +93,7 @@ def _usual(step_times: Sequence[float]) -> float | None:
 
 def known_steps(step_times: Iterable[float]) -> list[float]:
     """Return the step times that are plausible: shorter ones are unknown or invented."""
-    return [s for s in step_times if s > LEAST_STEP_S]
+    return [s for s in step_times if s > MIN_STEP_S]
 
 
 def _shares(
@@ -174,7 +174,7 @@ def slow_merges(
         f"merges are too slow for the learners' rounds ({len(slow)} of {len(found)} fragments; fragment "
         f"{worst.fragment} takes {as_time(takes_s)}{outer}; it has {as_time(takes_s / ratio)} of a {as_time(round_s)} "
         f"round of {interval} steps), so learners now train longer between syncs",
-        "; or ".join(islice(_helps(sync, worst, step_s, together_s, syncers, speed), MOST_HELPS)),
+        "; or ".join(islice(_helps(sync, worst, step_s, together_s, syncers, speed), MAX_HELPS)),
     )
 
 
@@ -197,7 +197,7 @@ def _helps(
         yield "start with longer rounds (first_interval), with which short runs learn less"
         return
     by_outer = max(worst.outer_s, queue_s) > takes_s / 2 and sync.outer == "halley"
-    times, now, most = math.ceil(worst.outer_s / room_s), 1, MOST_THREADS
+    times, now, most = math.ceil(worst.outer_s / room_s), 1, MAX_THREADS
     if speed is not None:
         now, most = speed.threads, min(most, speed.at_once * speed.threads)
     if by_outer and queue_s <= room_s and times > 1 and (threads := times * now) <= most:

@@ -20,9 +20,9 @@ Precision = Literal["fp32", "bf16"]
 # bf16 copy used for compute. This is the layout of the built-in trainer (docs/howto/gpus.md).
 TRAINING_BYTES: dict[Precision, int] = {"fp32": 16, "bf16": 18}
 # A learner takes another snapshot only while the ones that it holds are less than 1/`ROOM_SHARE` of the model, or fewer
-# than `ROOM_LEAST` (`workers.rounds`).
+# than `MIN_ROOM` (`workers.rounds`).
 ROOM_SHARE = 4
-ROOM_LEAST = 2
+MIN_ROOM = 2
 # Bytes per parameter in a checkpoint: value and momentum.
 CHECKPOINT_BYTES = 2 * VALUE_BYTES
 
@@ -52,7 +52,7 @@ def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) ->
     """
     lost = 0 if codec in EXACT else VALUE_BYTES
     kept = (VALUE_BYTES + 3 * lost) * math.ceil(fragments / ranks)
-    snapshots = VALUE_BYTES * (max(ROOM_LEAST, math.ceil(fragments / ROOM_SHARE)) if ranks == 1 else 1)
+    snapshots = VALUE_BYTES * (max(MIN_ROOM, math.ceil(fragments / ROOM_SHARE)) if ranks == 1 else 1)
     rows = 0 if ranks == 1 else 2 * VALUE_BYTES * min(1, fragments / ranks) - (0 if lost else VALUE_BYTES)
     return params / fragments * (kept + snapshots + CODECS[codec] + VALUE_BYTES + rows)
 

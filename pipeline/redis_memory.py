@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
+from diloco.pipeline.messages.moments import MAX_OFFERED_BYTES
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import payload_bytes
 
@@ -44,9 +44,9 @@ def round_bytes(elements: float, learners: int, codec: str) -> float:
 def offered_bytes(elements: float) -> float:
     """Return the part of `redis_bytes` for offers of moments.
 
-    A learner whose moments exceed `MOST_OFFERED_BYTES` makes no offer.
+    A learner whose moments exceed `MAX_OFFERED_BYTES` makes no offer.
     """
-    return OFFERS * min(MOMENTS * VALUE_BYTES * elements, MOST_OFFERED_BYTES)
+    return OFFERS * min(MOMENTS * VALUE_BYTES * elements, MAX_OFFERED_BYTES)
 
 
 def redis_holds(learners: int) -> str:

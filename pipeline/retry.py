@@ -14,10 +14,10 @@ Errors = type[BaseException] | tuple[type[BaseException], ...]
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Exponential backoff: each wait is twice the one before, up to `most_s`."""
+    """Exponential backoff: each wait is twice the one before, up to `max_s`."""
 
     first_s: float
-    most_s: float
+    max_s: float
 
     def waits(self) -> "Waits":
         """Return the waits from the first one on."""
@@ -31,12 +31,12 @@ class Waits(Iterator[float]):
         self._backoff, self._next_s = backoff, backoff.first_s
 
     def __next__(self) -> float:
-        wait_s, self._next_s = self._next_s, min(2 * self._next_s, self._backoff.most_s)
+        wait_s, self._next_s = self._next_s, min(2 * self._next_s, self._backoff.max_s)
         return wait_s
 
     def after(self, lasted_s: float) -> float:
         """Return the next wait. After a try that ran longer than the longest wait, the backoff starts again."""
-        if lasted_s > self._backoff.most_s:
+        if lasted_s > self._backoff.max_s:
             self._next_s = self._backoff.first_s
         return next(self)
 

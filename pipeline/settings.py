@@ -20,8 +20,8 @@ from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
     MAX_FRAGMENTS,
-    MOST_LEASE_S,
-    MOST_STEPS,
+    MAX_LEASE_S,
+    MAX_STEPS,
     Codec,
     GlobalCodec,
     MergeName,
@@ -54,9 +54,9 @@ def expert(default: Any = ..., **rules: Any) -> Any:
     return Field(default, json_schema_extra={EXPERT: True}, **rules)
 
 
-def _following(lease: float, least_s: float) -> Any:
-    """Return a `default_factory` for a time of `lease` leases, at least `least_s`."""
-    return lambda given: max(least_s, lease * given.get("lease_s", LEASE_S))
+def _following(lease: float, min_s: float) -> Any:
+    """Return a `default_factory` for a time of `lease` leases, at least `min_s`."""
+    return lambda given: max(min_s, lease * given.get("lease_s", LEASE_S))
 
 
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
@@ -158,10 +158,10 @@ class SyncSettings(Settings):
     fragments: int = Field(
         8, ge=1, le=MAX_FRAGMENTS, description="Number of fragments P (default: at most one per tensor)"
     )
-    sync_interval: int = Field(24, ge=1, le=MOST_STEPS, description="Inner steps H between two syncs of one fragment")
+    sync_interval: int = Field(24, ge=1, le=MAX_STEPS, description="Inner steps H between two syncs of one fragment")
     quorum: int = Field(1, ge=1, le=4096, description="Minimum number of learners K for a merge")
     overlap_steps: int = Field(
-        2, ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may take in the background"
+        2, ge=0, le=MAX_STEPS, description="Inner steps tau that a sync may take in the background"
     )
     grace_gamma: float = expert(0.9, ge=0, lt=1, description="Share of the slack that the grace window may use")
     codec: Codec = Field(
@@ -205,7 +205,7 @@ class SyncSettings(Settings):
     first_interval: int = expert(
         2,
         ge=0,
-        le=MOST_STEPS,
+        le=MAX_STEPS,
         description="Initial interval, doubled until it reaches H; 0: H from the start",
     )
     doubling: int = expert(
@@ -375,7 +375,7 @@ class SyncerSettings(HttpSettings):
 
     syncer_id: PartyName | None = Field(None, description="Name of this syncer (default: random)")
     lease_s: Duration = Field(
-        LEASE_S, gt=0.1, le=MOST_LEASE_S, description="How long a lease lasts unless it is renewed"
+        LEASE_S, gt=0.1, le=MAX_LEASE_S, description="How long a lease lasts unless it is renewed"
     )
     liveness_s: Duration = expert(
         default_factory=_following(1, LEASE_S),

@@ -12,11 +12,11 @@ from diloco.pipeline.settings import Settings
 from diloco.pipeline.units import Amount, BitRate, Span, written
 
 # The smallest and largest model that is planned for.
-LEAST_PARAMS, MOST_PARAMS = 1e4, 1e13
+MIN_PARAMS, MAX_PARAMS = 1e4, 1e13
 # In bit/s. A smaller number is one whose unit was left out.
-LEAST_LINK = 1e3
+MIN_LINK = 1e3
 # How much larger than the model its layers may be: people round the number of parameters.
-MOST_IN_LAYERS = 1.1
+MAX_IN_LAYERS = 1.1
 # Pairs (parameters, layers): the smallest as in arXiv:2005.14165, Table 2.1; the others as in arXiv:2501.18512. 10B and
 # 100B are assumed.
 _LAYERS = ((125e6, 12), (1e9, 24), (10e9, 48), (100e9, 108))
@@ -30,7 +30,7 @@ class Site(Settings):
     from_environment = False
     """A plan is not a run: `DILOCO_*` variables of a real run do not apply."""
 
-    params: Amount = Field(70e9, ge=LEAST_PARAMS, le=MOST_PARAMS, description="Parameters of the model. Assumed")
+    params: Amount = Field(70e9, ge=MIN_PARAMS, le=MAX_PARAMS, description="Parameters of the model. Assumed")
     layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: derived from its width, or as usual. Assumed")
     width: int = Field(
         0,
@@ -41,7 +41,7 @@ class Site(Settings):
     step_time: Span = Field(5.0, gt=0, description="Compute time of an inner step. Assumed")
     link: BitRate = Field(
         100e9,
-        ge=LEAST_LINK,
+        ge=MIN_LINK,
         description="Bandwidth of a learner's link to the syncers, each way, in bits: 5Gbps, 800Mbit/s. Assumed; the "
         "paper also uses 2-5 Gbit/s",
     )
@@ -73,7 +73,7 @@ def shape_of(site: Site) -> tuple[float, float]:
     """
     layers = site.layers or (site.params / 12 / site.width**2 if site.width else layers_of(site.params))
     width = site.width or math.sqrt(site.params / 12 / layers)
-    if layers < 1 or 12 * width**2 * layers > MOST_IN_LAYERS * site.params:
+    if layers < 1 or 12 * width**2 * layers > MAX_IN_LAYERS * site.params:
         raise UsageError(
             f"{max(1, layers):g} layers of width {width:g} have {written(12 * width**2 * max(1, layers))} parameters "
             f"(12 n^2 per layer), but the model has {written(site.params)}: change --params, or leave out --layers or "
@@ -91,10 +91,10 @@ def params_of(site: Site) -> float:
     if "params" in site.model_fields_set or not (site.layers and site.width):
         return site.params
     params = 12.0 * site.width**2 * site.layers
-    if not LEAST_PARAMS <= params <= MOST_PARAMS:
+    if not MIN_PARAMS <= params <= MAX_PARAMS:
         raise UsageError(
             f"{site.layers} layers of width {site.width} have {written(params)} parameters (12 n^2 per layer), but a "
-            f"plan covers {written(LEAST_PARAMS)} to {written(MOST_PARAMS)}: change --layers or --width"
+            f"plan covers {written(MIN_PARAMS)} to {written(MAX_PARAMS)}: change --layers or --width"
         )
     return params
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 YEAR_S = 365.25 * 86400.0
-MOST_S = 10_000 * YEAR_S
+MAX_S = 10_000 * YEAR_S
 
 _COUNTS: dict[str, int | str] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _UNITS_S: dict[str, int | str] = {"": 1, "ms": "0.001", "s": 1, "m": 60, "h": 3600}
@@ -133,7 +133,7 @@ BitRate = Annotated[float, BeforeValidator(parse_rate), Field(gt=0, allow_inf_na
 
 def duration(seconds: float | None) -> str:
     """Format seconds as '1:02:03' or '2:03'; '-' for None, NaN, and anything longer than ten thousand years."""
-    if seconds is None or not abs(seconds) <= MOST_S:
+    if seconds is None or not abs(seconds) <= MAX_S:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

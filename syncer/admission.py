@@ -180,7 +180,7 @@ SUSPECTED_AFTER = 3
 ASKED_AGAIN = 16
 # Deltas in a row that are not finite, after which a learner counts as diverged. One or two can be cured by the global
 # values that it adopts.
-NOT_FINITE_MOST = 3
+MAX_NOT_FINITE = 3
 # Stands for all learners of which nothing was merged lately.
 STRANGERS = ""
 # Reasons that no fault between a learner and the syncer explains three times in a row.
@@ -291,7 +291,7 @@ class Diverged:
     @property
     def learners(self) -> frozenset[str]:
         """Names of the diverged learners."""
-        return frozenset(who for who, times in self._times.items() if max(times.values()) >= NOT_FINITE_MOST)
+        return frozenset(who for who, times in self._times.items() if max(times.values()) >= MAX_NOT_FINITE)
 
 
 # --- uploads on their way --------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class UploadProgress:
     """
 
     # Bound of the incarnations that are remembered; the ones that were silent for longest are dropped.
-    MOST = 1024
+    MAX_TRACKED = 1024
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, float, float]] = {}
@@ -322,7 +322,7 @@ class UploadProgress:
         """Note that a chunk of this delta came."""
         serial, at, gap_s = self._last.pop(header.incarnation, (header.serial, now, 0.0))
         self._last[header.incarnation] = header.serial, now, now - at if serial == header.serial else gap_s
-        while len(self._last) > self.MOST:
+        while len(self._last) > self.MAX_TRACKED:
             del self._last[next(iter(self._last))]
 
     def comes(self, header: DeltaHeader, came_s: float, now: float, upload_s: float) -> bool:
@@ -335,5 +335,5 @@ class UploadProgress:
             upload_s: the upload deadline, s.
         """
         serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
-        since = now - max(TIMES.least_upload_s, min(SILENT_CHUNKS * gap_s, TIMEOUT_FACTOR * upload_s))
+        since = now - max(TIMES.min_upload_s, min(SILENT_CHUNKS * gap_s, TIMEOUT_FACTOR * upload_s))
         return came_s >= since or (serial < header.serial and at >= since)

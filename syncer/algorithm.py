@@ -52,18 +52,18 @@ def equal_weight(steps: int, tokens: float) -> float:
 
 WEIGHTS: dict[WeightsName, Callable[[int, float], float]] = {"tokens": token_weight, "equal": equal_weight}
 # Tokens per step count up to this multiple of the median: a node of eight GPUs trains eight times as much as one GPU.
-MOST_RATE = 8
+MAX_RATE = 8
 # Steps count up to this multiple of the largest count of the others, or of the interval if that is larger. A learner
 # that trained far longer than the others (for instance through a long time without a quorum) still has nearly all the
 # weight.
-MOST_STEPS = 2
+MAX_STEPS = 2
 
 
 def counted(counters: Sequence[tuple[int, int]], interval: int) -> list[tuple[int, float]]:
     """Return (c_steps, c_tokens) of each contribution as they count for its weight (not in the paper).
 
     Each learner reports its own counters, and the syncer cannot check them. So they are bounded by those of the others
-    (`MOST_STEPS`, `MOST_RATE`). The counters of similar learners are unchanged.
+    (`MAX_STEPS`, `MAX_RATE`). The counters of similar learners are unchanged.
 
     Args:
         counters: (c_steps, c_tokens) of each contribution, as reported.
@@ -73,9 +73,9 @@ def counted(counters: Sequence[tuple[int, int]], interval: int) -> list[tuple[in
     second, most = sorted((0, *(steps for steps, _ in counters)))[-2:]
     found: list[tuple[int, float]] = []
     for steps, tokens in counters:
-        most_of_others = second if steps == most else most
-        kept = min(steps, MOST_STEPS * max(interval, most_of_others))
-        found.append((kept, min(tokens if kept == steps else tokens / steps * kept, MOST_RATE * usual * kept)))
+        max_of_others = second if steps == most else most
+        kept = min(steps, MAX_STEPS * max(interval, max_of_others))
+        found.append((kept, min(tokens if kept == steps else tokens / steps * kept, MAX_RATE * usual * kept)))
     return found
 
 
@@ -103,7 +103,7 @@ def rebased(delta: Float64, theta: Float64, before: Float64) -> Float64:
 # --- deltas that are longer than others -------------------------------------------------------------------
 
 # Contributions needed to clip. The lower median of two is the shorter one, so one learner alone would set the bound.
-LEAST_FOR_MEDIAN = 3
+MIN_FOR_MEDIAN = 3
 
 
 def clip_factors(norms: Sequence[float], multiple: float) -> tuple[float, ...]:
@@ -117,7 +117,7 @@ def clip_factors(norms: Sequence[float], multiple: float) -> tuple[float, ...]:
         norms: L2 norms of the whole deltas of a fragment, as they are merged.
         multiple: bound in medians; 0 means that a delta of any length is merged.
     """
-    most = multiple * median_low(norms) if len(norms) >= LEAST_FOR_MEDIAN else 0.0
+    most = multiple * median_low(norms) if len(norms) >= MIN_FOR_MEDIAN else 0.0
     return tuple(most / norm if 0 < most < norm else 1.0 for norm in norms)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import structlog
 
-from diloco.pipeline.bus.commits import MOST_HEADERS
+from diloco.pipeline.bus.commits import MAX_HEADERS
 from diloco.pipeline.bus.ports import START, Clock, Offered, Offers, PayloadStore
 from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.bus.times import BUS_TIMES
@@ -31,9 +31,9 @@ from diloco.syncer.times import TIMES
 Outcome = Delta | tuple[RefusalReason, str]
 
 # Bound of the headers that were read but not handled yet; reading waits while there are as many.
-MOST_ARRIVED = 1024
+MAX_ARRIVED = 1024
 # Headers handled before the window decides again, so that a flood cannot keep it from deciding.
-MOST_AT_ONCE = 256
+MAX_AT_ONCE = 256
 
 
 # The upload deadline is this many times the smoothed upload time.
@@ -45,7 +45,7 @@ class Arrivals:
 
     def __init__(self, bus: Offers, fragment: int, wake: asyncio.Event) -> None:
         self._bus, self._p, self._wake = bus, fragment, wake
-        self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MOST_ARRIVED)
+        self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MAX_ARRIVED)
         self._waiting, self._looked = Counter[str](), dict[str, str]()
         """For each learner: how many headers were read but not handled, and the id of the last handled one."""
         self._flooding, self._cut = dict[str, None](), asyncio.Event()
@@ -57,15 +57,15 @@ class Arrivals:
         return self._arrived.empty()
 
     def some(self) -> Iterator[Offered]:
-        """Yield the oldest unhandled headers, at most `MOST_AT_ONCE`."""
-        for _ in range(min(self._arrived.qsize(), MOST_AT_ONCE)):
+        """Yield the oldest unhandled headers, at most `MAX_AT_ONCE`."""
+        for _ in range(min(self._arrived.qsize(), MAX_AT_ONCE)):
             entry = self._arrived.get_nowait()
             learner, self._looked[learner] = parse_offer_id(entry.entry_id)
             self._waiting[learner] -= 1
             yield entry
 
     def flooding(self) -> Iterator[str]:
-        """Yield the learners that have more than `MOST_HEADERS` headers waiting.
+        """Yield the learners that have more than `MAX_HEADERS` headers waiting.
 
         The caller must cut each learner's stream before it takes the next one from this iterator. Headers of such a
         learner that were read are dropped, since handling each would keep the other learners waiting. Those that
@@ -101,9 +101,9 @@ class Arrivals:
     async def _read(self) -> None:
         after: dict[str, str] = {}
         while True:
-            entries = await self._bus.read_offers(self._p, after, BUS_TIMES.block_s, MOST_HEADERS + 1)
+            entries = await self._bus.read_offers(self._p, after, BUS_TIMES.block_s, MAX_HEADERS + 1)
             self._waiting.update(found := [_of(entry) for entry in entries])
-            flooding = dict.fromkeys(learner for learner in found if self._waiting[learner] > MOST_HEADERS)
+            flooding = dict.fromkeys(learner for learner in found if self._waiting[learner] > MAX_HEADERS)
             if flooding:
                 self._cut.clear()
                 self._flooding = flooding
@@ -136,7 +136,7 @@ class UploadEstimator:
     def upload_s(self) -> float:
         """Upload deadline, s: how long the uploads of a fixed set may take."""
         measured = self._upload.value
-        return TIMES.first_upload_s if measured is None else max(TIMES.least_upload_s, UPLOAD_FACTOR * measured)
+        return TIMES.first_upload_s if measured is None else max(TIMES.min_upload_s, UPLOAD_FACTOR * measured)
 
     def observe(self, seconds: float) -> bool:
         """Take the duration of an upload that has ended; return whether it was within the deadline."""

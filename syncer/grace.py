@@ -25,12 +25,12 @@ LATELY = 32
 
 
 def awaited_a_step(grace_s: float, slowest_s: float | None) -> bool:
-    """Return whether a window's grace was as long as its slowest learner's step, or as `most_grace_s`.
+    """Return whether a window's grace was as long as its slowest learner's step, or as `max_grace_s`.
 
     A learner can follow a window only at a step boundary, and may have had none in a grace that the slack made shorter
     than a step. slowest_s is from `MergedTimes.slowest_s`.
     """
-    return slowest_s is not None and grace_s > min(slowest_s, TIMES.most_grace_s) - TICK_S
+    return slowest_s is not None and grace_s > min(slowest_s, TIMES.max_grace_s) - TICK_S
 
 
 class MergedTimes:
@@ -119,7 +119,7 @@ class GraceEstimator:
         The slack is computed with the step time of the slowest expected learner. The grace is meant for stragglers, and
         a straggler can follow only at its next step boundary; on mixed hardware, a grace measured in the steps of the
         fastest learner would close before that. For the same reason it is of no use to wait longer than one such step
-        (however long it may be) plus the latency of a header. That is the cap, within `most_grace_s`.
+        (however long it may be) plus the latency of a header. That is the cap, within `max_grace_s`.
 
         As in the paper, the sync time ends when the learners have the global. Only they know how long a pull takes.
 
@@ -143,4 +143,4 @@ class GraceEstimator:
             return None
         quorum_s, sync_s = (0.0, 0.0) if stretched else (self._quorum.value, self._sync.value + pull_s)
         grace_s = algorithm.grace(slowest_s, quorum_s, sync_s, overlap_steps, gamma, control_latency_s)
-        return min(TIMES.most_grace_s, grace_s)
+        return min(TIMES.max_grace_s, grace_s)

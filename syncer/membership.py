@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.pipeline.messages.wire import MAX_TOKENS
 from diloco.syncer.admission import Offer, Refused
 from diloco.syncer.times import TIMES
 from diloco.syncer.window import Conditions, State, Window
@@ -75,7 +75,7 @@ class RunWatch:
     def tokens(self, state: RunState) -> int:
         """Return the tokens trained by all learners in this run, earlier parts of a resumed run included."""
         counted = sum(s.report.tokens for s in self.reports if s.counts_in(state))
-        return min(MOST_TOKENS, state.base_tokens + counted)  # invented reports must not break the state
+        return min(MAX_TOKENS, state.base_tokens + counted)  # invented reports must not break the state
 
     def refresh(self, reports: Sequence[SeenReport], state: RunState | None, latency_s: float, now: float) -> bool:
         """Take fresh readings; return True if fragment owners should decide again."""
@@ -152,7 +152,7 @@ class RunWatch:
             The uploads, each with its refusal; and when to look again (None: no upload may become one of them).
         """
         stopped: list[tuple[Offer, Refused]] = []
-        again, quiet_s = [], max(TIMES.least_upload_s, self.liveness_s)
+        again, quiet_s = [], max(TIMES.min_upload_s, self.liveness_s)
         needed = window.state is State.UPLOADING
         for offer in window.not_uploaded():
             learner = offer.header.learner

@@ -4,7 +4,7 @@ from collections import Counter
 
 import structlog
 
-from diloco.pipeline.bus.commits import MOST_HEADERS, Refusal
+from diloco.pipeline.bus.commits import MAX_HEADERS, Refusal
 from diloco.pipeline.bus.ports import Clock, OwnerWrites
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
@@ -61,7 +61,7 @@ class Refusals:
         Raises:
             BusError: see `Bus.refuse`.
         """
-        detail = f"more than {MOST_HEADERS} headers waited: all but the last of them are refused unread"
+        detail = f"more than {MAX_HEADERS} headers waited: all but the last of them are refused unread"
         refused = Refused(RefusalReason.FLOOD, detail, 0)
         told = self._told_of(at, learner, None, refused, tell=True)
         records = tuple(one.model_copy(update={"last_told": True}) for one in told)

@@ -25,9 +25,9 @@ class SyncerTimes:
 
     # The window. Its other times are measured.
     first_grace_s: float = 2.0  # the grace before there are estimates
-    most_grace_s: float = 60.0  # a step of the slowest machines in serious use; slower learners get into some windows
+    max_grace_s: float = 60.0  # a step of the slowest machines in serious use; slower learners get into some windows
     first_upload_s: float = 30.0  # the deadline of uploads before one was measured
-    least_upload_s: float = 1.0  # the shortest deadline: machines are busy. A learner killed in it delays a merge
+    min_upload_s: float = 1.0  # the shortest deadline: machines are busy. A learner killed in it delays a merge
 
     # Beginning, and putting back.
     announced_s: float = 3.0  # syncers that are started together announce their checkpoints within this

@@ -427,7 +427,7 @@ class Window:
         if len(done) < given.quorum:
             all_come = all(m.offer.entry_id in given.arriving for m in waiting.values())
             if waiting and all_come and not self._others_wait():
-                until = now + max(given.upload_s, TIMES.least_upload_s)
+                until = now + max(given.upload_s, TIMES.min_upload_s)
                 return replace(phase, deadline=until)
             reason = f"{len(done)} of quorum {given.quorum} uploaded in time"
             return Reopened(overdue, reason, phase.opened_at, in_vain)

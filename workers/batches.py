@@ -20,10 +20,10 @@ from diloco.workers.prefetch import Drawn, Prefetched, Reached
 from diloco.workers.times import TIMES
 
 # Largest length, and largest seed.
-MOST = 2**53
+MAX_EXACT_INT = 2**53
 
 
-def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
+def whole_number(name: str, value: Any, minimum: int = 1, maximum: int = MAX_EXACT_INT) -> int:
     """Check an argument of `Learner.batches` and return it as an int.
 
     Raises:
@@ -33,8 +33,8 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int
         number = operator.index(value)
     except TypeError:
         number = -1
-    if isinstance(value, bool) or not least <= number <= most:
-        raise UsageError(f"batches(): {name}={value!r:.40}; pass a whole number from {least} to {most}")
+    if isinstance(value, bool) or not minimum <= number <= maximum:
+        raise UsageError(f"batches(): {name}={value!r:.40}; pass a whole number from {minimum} to {maximum}")
     return number
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST, Kind
+from diloco.pipeline.payload.quantize import BLOCK, GROUP, MIN_ABSMAX, Kind
 from diloco.workers.encoding import grown
 
 # Elements encoded at a time. With intermediate values this takes about 25 bytes an element, 100 MB.
@@ -60,7 +60,7 @@ def _quantized(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Te
     largest = torch.where(sound, largest, 0).view(torch.float32)
     most = torch.full_like(largest, _LARGEST[kind])  # a tensor, so that `/` is a true division on every device
     exact = (largest / most).view(torch.int32)
-    scales = torch.where(largest >= LEAST, (exact + 0xFFFF & -0x10000).view(torch.float32), 0.0)
+    scales = torch.where(largest >= MIN_ABSMAX, (exact + 0xFFFF & -0x10000).view(torch.float32), 0.0)
     factors = torch.where(scales > 0, scales.reciprocal(), 0.0)
     codes = (values * factors).round_().to(torch.int8)
     decoded = codes.to(torch.float32).mul_(scales)

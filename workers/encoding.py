@@ -137,7 +137,7 @@ async def apart(encoder: Encoder, offload: Offload, elements: int, work: Callabl
 
 # The newest undecided deltas that are remembered for a fragment. While one is in flight, the previous one may still be
 # merged: one of an earlier base, or the one that it renews.
-MOST_SENT = 2
+MAX_SENT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class ErrorFeedback:
     merge that neither of them shows (two commits within one gap), or that is seen only after two more deltas were sent,
     loses its error, once.
 
-    Memory: a float32 copy of the model, and one of the fragment for each undecided delta, `MOST_SENT` at most. Only one
+    Memory: a float32 copy of the model, and one of the fragment for each undecided delta, `MAX_SENT` at most. Only one
     thread calls it. It never writes again to an array that it returned.
     """
 
@@ -195,7 +195,7 @@ class ErrorFeedback:
         """
         sent = self._sent[fragment]
         sent[at] = _Sent(fed, error)
-        if len(sent) > MOST_SENT:
+        if len(sent) > MAX_SENT:
             del sent[next(iter(sent))]
 
     def merged(self, fragment: int, parts: Iterable[Contribution | MergedBase]) -> None:

@@ -64,13 +64,13 @@ NONE_UPLOADED: Mapping[int, int] = MappingProxyType({})
 RENEWED_BY = 6
 # Inner steps. With short steps, a round trip to the bus may take this many. A delta that does not arrive whole is
 # refused before that.
-LEAST_RENEWED = 12
+MIN_RENEWED = 12
 # Elements. New snapshots are taken while the held ones are smaller than this, or than a quarter of the model
 # (`party_memory.ROOM_SHARE`).
-LEAST_ROOM = 2**24
+MIN_ROOM = 2**24
 # Each group of fragments always has room for this many snapshots, whatever their size: a header must not have to wait
 # for the payload before its own.
-AT_ONCE = party_memory.ROOM_LEAST
+AT_ONCE = party_memory.MIN_ROOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def renewed_after(sync: SyncSpec, interval: int, steps: int) -> float:
         interval: steps after which the fragment is due, as in force now.
         steps: inner steps in the delta.
     """
-    return max(max(interval, sync.sync_interval) / 2, LEAST_RENEWED, steps / RENEWED_BY)
+    return max(max(interval, sync.sync_interval) / 2, MIN_RENEWED, steps / RENEWED_BY)
 
 
 class Rounds:
@@ -188,7 +188,7 @@ class Rounds:
         self._sync = sync
         count, first = len(layout.fragments), interval_at(sync, 0)
         self._fragments = [_Fragment(f.elements, offset=1 + f.id * first // count) for f in layout.fragments]
-        self._room = max(LEAST_ROOM, layout.elements / party_memory.ROOM_SHARE)
+        self._room = max(MIN_ROOM, layout.elements / party_memory.ROOM_SHARE)
         # Serial -> fragment of each delta whose snapshot is still held, as far as the training thread knows.
         self._held: dict[int, int] = {}
         self.deltas = 0  # published so far

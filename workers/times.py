@@ -30,7 +30,7 @@ class LearnerTimes:
 
     # Reporting.
     report_s: float = 0.3  # between two reports, if nothing else calls for one
-    least_report_s: float = 0.05  # between two reports at least; a header's report in that time tells the news too
+    min_report_s: float = 0.05  # between two reports at least; a header's report in that time tells the news too
     scripts_told_s: float = 1200.0  # until missing scripts are told again: a status looks back an hour
 
     # Publishing and pulling.

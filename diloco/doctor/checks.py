@@ -15,12 +15,12 @@ from diloco.pipeline.pacing import Pace as MergePace
 from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, TRAINING_BYTES, learner_bytes, syncer_bytes
 from diloco.pipeline.redis_memory import CODECS, round_bytes
-from diloco.pipeline.site import LEAST_PARAMS, Site
+from diloco.pipeline.site import MIN_PARAMS, Site
 from diloco.pipeline.units import as_bytes, as_rate, counted, written
 
 PARTIES = ("syncer", "learner", "evaluator", "viewer")
 # A difference between two clocks from which on a warning says that displayed times are wrong.
-MOST_SKEW_S = 10.0
+MAX_SKEW_S = 10.0
 # A round trip from which on there is a warning: calls that are given up after a part of a lease have no time to spare.
 FAR_S = 1.0
 # The user of connections that do not log in.
@@ -245,7 +245,7 @@ def clock(ahead_s: float, too_far_s: float) -> Finding:
     if away >= too_far_s:
         why = "a syncer would take a checkpoint that another one is saving for a remnant"
         return error("clock", f"{found}: {why}, and certificates may be refused", "set both clocks by NTP")
-    if away >= MOST_SKEW_S:
+    if away >= MAX_SKEW_S:
         return warning(
             "clock", f"{found}: displayed ages and times of events are wrong by that much", "set both clocks by NTP"
         )
@@ -273,7 +273,7 @@ def link(line: Link) -> Iterator[Finding]:
 
 def site_of(run: Run, machine: Machine, line: Link | None) -> Site:
     """Return the site to plan with: the run's model, and what was measured here."""
-    given: dict[str, float] = {"params": max(run.params, LEAST_PARAMS), "merge_rate": machine.merge_bytes_per_s}
+    given: dict[str, float] = {"params": max(run.params, MIN_PARAMS), "merge_rate": machine.merge_bytes_per_s}
     if run.step_s is not None:
         given["step_time"] = run.step_s
     if line is not None:

@@ -27,14 +27,14 @@ from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
 from diloco.pipeline.settings import defaults
-from diloco.pipeline.site import LEAST_PARAMS, MOST_PARAMS
+from diloco.pipeline.site import MAX_PARAMS, MIN_PARAMS
 from diloco.pipeline.units import Amount, Span, counted
 from diloco.pipeline.wrong_values import format_problem
 from diloco.syncer.times import TIMES
 from diloco.workers.trainer.models.sizes import SIZES, size_table
 
 # Time limit for all that is asked of Redis, so that the doctor ends even if a server answers slowly or never.
-MOST_S = 120.0
+MAX_S = 120.0
 LEARNERS: int = defaults(RunSettings)["learners"]
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -207,8 +207,8 @@ def _number(kind: Any, flag: str, given: str | None) -> float | None:
 
 
 def _params(settings: DoctorSettings, params: float | None) -> float | None:
-    if params is not None and not LEAST_PARAMS <= params <= MOST_PARAMS:
-        raise UsageError(f"--params {params:g}: models from {LEAST_PARAMS:g} to {MOST_PARAMS:g} parameters are planned")
+    if params is not None and not MIN_PARAMS <= params <= MAX_PARAMS:
+        raise UsageError(f"--params {params:g}: models from {MIN_PARAMS:g} to {MAX_PARAMS:g} parameters are planned")
     if params is not None and settings.model is not None:
         raise UsageError(f"--params {params:g} and --model {settings.model}: give one of them")
     if params is not None or settings.model is None:
@@ -278,11 +278,11 @@ def command(
 
 async def _in_time(checking: Coroutine[Any, Any, Checked], report: Report, otherwise: Checked) -> Checked:
     try:
-        async with asyncio.timeout(MOST_S):
+        async with asyncio.timeout(MAX_S):
             return await checking
     except TimeoutError:
         remedy = "look at the network between this machine and it"
-        report.add(error("Redis", f"it did not answer all questions within {MOST_S:g} s", remedy))
+        report.add(error("Redis", f"it did not answer all questions within {MAX_S:g} s", remedy))
         return otherwise
 
 

@@ -51,7 +51,7 @@ PACKAGES = ("diloco", "numpy", "redis", "torch")
 # Number of small calls whose median is the round trip.
 LOOKS = 9
 # Size of the first payload, and of the largest one, which is only tried on a fast network.
-FIRST_BYTES, MOST_BYTES = 2**20, 2**24
+FIRST_BYTES, MAX_BYTES = 2**20, 2**24
 # Largest share of a server's free memory that the payload may take, so that it does not disturb a run.
 SHARE_OF_FREE = 0.01
 # A payload that takes longer than this gives the rate well enough: no larger one is tried.
@@ -210,7 +210,7 @@ async def look_at_line(
     """
     trips, ahead_s = await examination.look_at_clock(LOOKS)
     room = min((node.maxmemory_bytes - node.used_bytes for node in nodes if node.maxmemory_bytes), default=None)
-    most = MOST_BYTES if room is None else min(MOST_BYTES, int(SHARE_OF_FREE * room))
+    most = MAX_BYTES if room is None else min(MAX_BYTES, int(SHARE_OF_FREE * room))
     round_trip_s = median(trips)
     if not writes:
         return Link(round_trip_s), ahead_s

@@ -26,9 +26,9 @@ from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, OuterStep
 
 PLAIN_EVERY_S = 10.0
 # Most learners, and most fragments, that are shown: more rows would not fit on a screen.
-MOST_ROWS = 16
+MAX_ROWS = 16
 # Least width of the progress bar beside its figures, in cells; if it would be narrower, they go below it.
-LEAST_BAR = 10
+MIN_BAR = 10
 
 _STATE_STYLES = {"idle": "dim", "collecting": "yellow", "grace": "cyan", "uploading": "blue", "merging": "green"}
 
@@ -125,7 +125,7 @@ _FOLDED = {"learner": 20, "state": 8}
 def _learner_table(status: Status) -> Fitting:
     rows: list[tuple[str | Text, ...]] = []
     learners = present(status["learners"])
-    for learner in learners[:MOST_ROWS]:
+    for learner in learners[:MAX_ROWS]:
         rows.append(
             (
                 Text(learner["id"]),
@@ -137,8 +137,8 @@ def _learner_table(status: Status) -> Fitting:
                 _condition(learner),
             )
         )
-    if len(learners) > MOST_ROWS:
-        rows.append((Text(f"... {len(learners) - MOST_ROWS} more", "dim"), "", "", "", "", "", ""))
+    if len(learners) > MAX_ROWS:
+        rows.append((Text(f"... {len(learners) - MAX_ROWS} more", "dim"), "", "", "", "", "", ""))
     names = ("learner", "ranks", "inner step", "tokens/s", "loss", "versions", "state")
     columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
     if all(learner.get("ranks", 1) == 1 for learner in learners):
@@ -156,7 +156,7 @@ def _interval(fragment: FragmentStatus) -> str:
 def _fragment_table(status: Status) -> Fitting:
     rows: list[tuple[str | Text, ...]] = []
     fragments = status["fragments"]
-    for fragment in fragments[:MOST_ROWS]:
+    for fragment in fragments[:MAX_ROWS]:
         window = fragment["window"]
         left = window["deadline_in_s"]
         rows.append(
@@ -170,8 +170,8 @@ def _fragment_table(status: Status) -> Fitting:
                 "" if left is None or window["state"] != "grace" else f"{max(0.0, left):.1f} s",
             )
         )
-    if len(fragments) > MOST_ROWS:
-        rows.append(("", "", "", Text(f"... {len(fragments) - MOST_ROWS} more", "dim"), "", "", ""))
+    if len(fragments) > MAX_ROWS:
+        rows.append(("", "", "", Text(f"... {len(fragments) - MAX_ROWS} more", "dim"), "", "", ""))
     names = ("fragment", "version", "interval", "window", "k of K", "expected", "grace left")
     columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
     return Fitting(columns, left=("window",), spare=("interval", "expected", "grace left", "k of K"))
@@ -226,7 +226,7 @@ class _Progress:
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self._figures.cell_len + LEAST_BAR > options.max_width:
+        if self._figures.cell_len + MIN_BAR > options.max_width:
             yield self._bar
             yield Segment.line()
             yield self._figures

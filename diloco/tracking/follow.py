@@ -21,7 +21,7 @@ from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.process import signals
-from diloco.pipeline.view.page.collector import MOST_READ, RunReader
+from diloco.pipeline.view.page.collector import MAX_READ, RunReader
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Poll
 from diloco.tracking.curves import Point, Rounds, evaluations, now
@@ -151,7 +151,7 @@ async def _follow(url: str, run: str, writer: Writer) -> None:
                 typer.echo(f"Redis does not answer ({error}); asking again every {EVERY_S:g} s", err=True)
             else:
                 writer.see(poll)
-                if max(len(poll.records), len(poll.evaluations)) >= MOST_READ:
+                if max(len(poll.records), len(poll.evaluations)) >= MAX_READ:
                     continue  # a full read may not be the last one
                 if poll.status["phase"] != Phase.FINISHED:
                     over_s = None

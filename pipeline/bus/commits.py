@@ -8,7 +8,7 @@ from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 
 # Limit on one learner's pending headers of a fragment: an honest learner has a few, even while there is no syncer.
-MOST_HEADERS = 64
+MAX_HEADERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Refusal:
     untold: tuple[RefusalReason, ...] = ()
     """Reasons of refused entries that get no record on the tape."""
     cut: str = ""
-    """Name of a flooding learner: all its headers but the last `MOST_HEADERS` are refused without being read, each for
+    """Name of a flooding learner: all its headers but the last `MAX_HEADERS` are refused without being read, each for
     the one reason given. If it has no more than that, nothing is done."""
 
     def counts(self) -> dict[str, int]:

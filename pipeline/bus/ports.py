@@ -27,7 +27,7 @@ from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, Learn
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Spec, Wanted
 from diloco.pipeline.messages.tape import Rewound, TapeRecord, WindowChanged
-from diloco.pipeline.messages.wire import MOST_LEASE_S
+from diloco.pipeline.messages.wire import MAX_LEASE_S
 from diloco.pipeline.payload.codec import Encoded
 
 # Cursor before the first entry of any stream.
@@ -335,10 +335,10 @@ class Offers(Keyed, Protocol):
 class FragmentLeases(Keyed, Protocol):
     """Leases on fragments: their holder owns the fragment until the lease expires."""
 
-    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, most_s: float = MOST_LEASE_S) -> bool:
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, max_s: float = MAX_LEASE_S) -> bool:
         """Take a fragment's lease if it is free, or prolong one held under the same nonce; return whether it is held.
 
-        If another holder's lease would last longer than `most_s`, or never expires, it is shortened to `ttl_s`.
+        If another holder's lease would last longer than `max_s`, or never expires, it is shortened to `ttl_s`.
         """
 
     async def release_lease(self, fragment: int, nonce: str) -> None:

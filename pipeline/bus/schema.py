@@ -22,7 +22,7 @@ from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, MOST_TOKENS, PARTY, Message
+from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, MAX_TOKENS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
 
 T = TypeVar("T", bound=Message)
@@ -36,12 +36,12 @@ COUNTER_LIMIT = 2**62
 
 # Each read of headers costs time per sender. Up to this many unknown names are read as they are; if there are more,
 # the reader first asks which of them have a header pending.
-MOST_NEW_SENDERS = 512
+MAX_NEW_SENDERS = 512
 # If there are more names than this, all of them count as unknown.
-MOST_SENDERS = MAX_LEARNERS
+MAX_SENDERS = MAX_LEARNERS
 
 # Most entries of the shard queue that are read. An epoch has at most half as many (`MAX_SHARDS`).
-MOST_OPEN_SHARDS = 2**15
+MAX_OPEN_SHARDS = 2**15
 # Stands for an unreadable entry. It has no blocks, so the learner that claims it finishes it at once.
 NO_SHARD = Shard(epoch=0, index=0, start=0, stop=0)
 
@@ -102,15 +102,15 @@ def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> 
     """
     names = {name.decode() for name in senders if is_learner(name)}
     known = after or {}
-    also = known if len(known) <= MOST_SENDERS else ()
+    also = known if len(known) <= MAX_SENDERS else ()
     return {learner: known.get(learner, START) for learner in sorted(names.union(also))}
 
 
 def new_senders(senders: Collection[bytes], after: Mapping[str, str] | None, seen: Iterable[bytes] = ()) -> set[bytes]:
     """Return the senders that are neither in `after` nor `seen` if they are too many; otherwise an empty set."""
-    known = {*seen, *(name.encode() for name in after or ())} if len(senders) <= MOST_SENDERS else set()
+    known = {*seen, *(name.encode() for name in after or ())} if len(senders) <= MAX_SENDERS else set()
     new = set(senders) - known
-    return new if len(new) > MOST_NEW_SENDERS else set()
+    return new if len(new) > MAX_NEW_SENDERS else set()
 
 
 def is_learner(name: bytes) -> bool:
@@ -170,15 +170,15 @@ def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) 
 
 
 def _is_count(blob: bytes) -> bool:
-    """Return whether it is a decimal number up to `MOST_TOKENS`; the length is checked before `int` parses it."""
-    return blob.isdigit() and len(blob) <= 20 and int(blob) <= MOST_TOKENS
+    """Return whether it is a decimal number up to `MAX_TOKENS`; the length is checked before `int` parses it."""
+    return blob.isdigit() and len(blob) <= 20 and int(blob) <= MAX_TOKENS
 
 
 def decode_count(what: str, blob: bytes | None) -> int:
     """Decode a stored decimal number; 0 if it is absent.
 
     Raises:
-        BadMessage: it is not a number, or is above `MOST_TOKENS`.
+        BadMessage: it is not a number, or is above `MAX_TOKENS`.
     """
     if blob and not _is_count(blob):
         raise BadMessage(f"{what} is not a number up to 2^62: {blob!r:.80}")

@@ -20,9 +20,9 @@ OLDEST = (6, 2)
 USERS_FROM = 7
 # A warning is due if less memory is free than one round of the run needs, but the threshold always lies between these
 # shares of maxmemory.
-LEAST_FREE, MOST_FREE = 0.1, 0.25
+MIN_FREE, MAX_FREE = 0.1, 0.25
 # Memory is planned for at least this many learners, or a quorum: nobody knows how many will join.
-LEAST_LEARNERS = 4
+MIN_LEARNERS = 4
 KEEPS_KEYS = "noeviction"
 # Name prefix of the folders of servers that this project starts itself.
 OWN_PREFIX = "diloco_redis_"
@@ -178,13 +178,13 @@ def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding
     a_round: bytes that a round of the run uploads to it (`redis_memory.round_bytes`); 0 if unknown.
     """
     free = maxmemory_bytes - used_bytes
-    least = min(max(LEAST_FREE * maxmemory_bytes, a_round), MOST_FREE * maxmemory_bytes)
+    least = min(max(MIN_FREE * maxmemory_bytes, a_round), MAX_FREE * maxmemory_bytes)
     if maxmemory_bytes and free <= least:
         return warning(
             "Redis fill",
             f"Redis uses {used_bytes / maxmemory_bytes:.0%} of its maxmemory, and should have {as_maxmemory(least)} "
             "free",
-            f"{to_maxmemory(max(used_bytes + a_round, used_bytes / (1 - MOST_FREE)) + 1)}; deltas are refused once it "
+            f"{to_maxmemory(max(used_bytes + a_round, used_bytes / (1 - MAX_FREE)) + 1)}; deltas are refused once it "
             "is full",
         )
     return ok("Redis fill", f"{as_bytes(used_bytes)} in use")
@@ -346,12 +346,12 @@ def room(
         maxmemory_bytes: of all nodes together; 0: no limit.
         elements: of the model.
         sync: the run's settings.
-        learners: expected number; at least `LEAST_LEARNERS` and a quorum are assumed.
+        learners: expected number; at least `MIN_LEARNERS` and a quorum are assumed.
         machine_bytes: memory of the servers' machines, used if there is no limit; 0 if unknown.
         nodes: number of nodes that hold keys.
         backlogs: bytes of maxmemory that the replication backlogs take.
     """
-    learners = max(LEAST_LEARNERS, sync.quorum, learners)
+    learners = max(MIN_LEARNERS, sync.quorum, learners)
     needed = redis_bytes(elements, learners, sync.codec) + backlogs
     limit, written = maxmemory_bytes or machine_bytes, as_maxmemory if maxmemory_bytes else as_bytes
     backlog = f", repl-backlog-size of {as_maxmemory(backlogs)}" if backlogs else ""

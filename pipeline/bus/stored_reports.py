@@ -12,9 +12,9 @@ from diloco.pipeline.errors import BadMessage, LearnerReplaced
 from diloco.pipeline.messages.run import LearnerReport, SeenReport
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS
 
-# With more reports than MOST_REPORTS on the bus, the least important are deleted until REPORTS_LEFT remain. The gap
+# With more reports than MAX_REPORTS on the bus, the least important are deleted until REPORTS_LEFT remain. The gap
 # between the two keeps the deletion rare.
-MOST_REPORTS = 2 * MAX_LEARNERS
+MAX_REPORTS = 2 * MAX_LEARNERS
 REPORTS_LEFT = MAX_LEARNERS
 
 # Maximum length of a report's name, `learner/incarnation`, and of its arrival time in decimal.
@@ -69,7 +69,7 @@ def reports_bytes(count: int, fragments: int) -> int:
 def are_too_many(reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], fragments: int) -> bool:
     """Return whether some reports must be deleted."""
     size = sum(len(name) + len(value) for fields in (reports, seen) for name, value in fields.items())
-    return max(len(reports), len(seen)) > MOST_REPORTS or size > reports_bytes(MOST_REPORTS, fragments)
+    return max(len(reports), len(seen)) > MAX_REPORTS or size > reports_bytes(MAX_REPORTS, fragments)
 
 
 def oversized(fields: Mapping[bytes, bytes], value_bytes: int) -> set[bytes]:

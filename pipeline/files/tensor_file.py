@@ -17,7 +17,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 
 # The limit of the format's own library.
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
 _LENGTH = 8
 # Bits per element by type. Types that are newer than this table are accepted without a check of their size.
@@ -70,7 +70,7 @@ def tensors_in(whole: memoryview) -> dict[str, Tensor]:
         ValueError: the bytes are not a safetensors file.
     """
     start = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
-    if not _LENGTH < start <= min(len(whole), MOST_HEADER_BYTES):
+    if not _LENGTH < start <= min(len(whole), MAX_HEADER_BYTES):
         raise ValueError("its header is longer than the file")
     try:
         header = json.loads(bytes(whole[_LENGTH:start]))

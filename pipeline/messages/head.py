@@ -6,7 +6,7 @@ from pydantic import Field
 
 from diloco.pipeline.messages.wire import (
     MAX_LEARNERS,
-    MOST_STEPS,
+    MAX_STEPS,
     Count,
     Digest,
     FragmentId,
@@ -82,7 +82,7 @@ class Head(Message):
     """Key of the payload that holds what the global payload lacks of the exact values; "" if the global is exact."""
     payload_digest: Digest | None = None
     """Digest of the global payload; None if the global is exact."""
-    interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    interval: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     """Inner steps between two syncs for learners that train on this version; 0: `ramps.interval_at` of it."""
     refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
     """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""

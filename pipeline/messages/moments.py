@@ -9,7 +9,7 @@ from diloco.pipeline.messages.wire import MAX_TENSORS, Count, Digest, Message, N
 StateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 MAX_STATE_NAMES = 16
 # Learners do not ask for more than this: the transfer would take longer than anybody waits, and would fill the bus.
-MOST_OFFERED_BYTES = 10**9
+MAX_OFFERED_BYTES = 10**9
 
 
 class OptimizerKind(Message):

@@ -15,8 +15,8 @@ from diloco.pipeline.messages.wire import (
     MAX_DIMS,
     MAX_FRAGMENTS,
     MAX_LEARNERS,
+    MAX_STEPS,
     MAX_TENSORS,
-    MOST_STEPS,
     Codec,
     Digest,
     FragmentId,
@@ -74,9 +74,9 @@ class SyncSpec(Message):
     """The protocol's constants, equal for all parties (settings of the paper's experiments, arXiv:2604.21428)."""
 
     fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
-    sync_interval: Annotated[int, Field(ge=1, le=MOST_STEPS)]
+    sync_interval: Annotated[int, Field(ge=1, le=MAX_STEPS)]
     quorum: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
-    overlap_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)]
+    overlap_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     grace_gamma: Annotated[float, Field(ge=0, lt=1)]
     codec: Codec
     merge: MergeName
@@ -85,7 +85,7 @@ class SyncSpec(Message):
     tokens: Annotated[int, Field(ge=1, le=2**62)]
     groups: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
     chunk_bytes: Annotated[int, Field(ge=16, le=MAX_CHUNK_BYTES)]
-    first_interval: Annotated[int, Field(ge=0, le=MOST_STEPS)]
+    first_interval: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     """0: sync_interval from the start (`ramps.interval_at`)."""
     doubling: Annotated[int, Field(ge=1, le=10**6)]
     """Outer steps of each fragment after which a growing interval doubles."""

@@ -8,7 +8,7 @@ from pydantic import Field
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.wire import (
     MAX_LEARNERS,
-    MOST_STEPS,
+    MAX_STEPS,
     Count,
     Digest,
     FragmentId,
@@ -80,7 +80,7 @@ class Committed(Message):
     merge_s: Seconds
     syncer: PartyId
     unix_s: UnixSeconds
-    interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    interval: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     """Sync interval in the head of the base version."""
     began_unix_s: UnixSeconds | None = None
     """For initial parameters and checkpoints only: when their run began, which distinguishes runs of the same name."""

@@ -44,9 +44,9 @@ MAX_DIMS = 16
 MAX_TEXT_CHARS = 512
 MAX_CHUNKS = 10**6
 # Upper bound on a sync interval, and on tau (the steps during which a sync may run in the background).
-MOST_STEPS = 10**6
+MAX_STEPS = 10**6
 # Longest lease: everything that a syncer holds expires within this time unless it is prolonged.
-MOST_LEASE_S = 3600
+MAX_LEASE_S = 3600
 MAX_CHUNK_BYTES = 16 * 2**20
 # Upper bound on what an encoded chunk has besides its data.
 CHUNK_EXTRA_BYTES = 256
@@ -83,9 +83,9 @@ Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
 FragmentId = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
 Version = Annotated[int, Field(ge=0, le=2**48)]
 SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
-MOST_TOKENS = 2**62
-Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
-MOST_ELEMENTS = 2**110
+MAX_TOKENS = 2**62
+Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+MAX_ELEMENTS = 2**110
 ELEMENTS_BYTES = 16
 
 
@@ -94,30 +94,30 @@ def _from_wire(value: object) -> object:
 
 
 def _to_wire(value: int, info: SerializationInfo) -> int | bytes:
-    return value if info.mode == "json" or value <= MOST_TOKENS else value.to_bytes(ELEMENTS_BYTES, "big")
+    return value if info.mode == "json" or value <= MAX_TOKENS else value.to_bytes(ELEMENTS_BYTES, "big")
 
 
 # Tokens times the elements of a fragment, summed. Large models exceed msgpack's 64-bit integers, so values above
-# `MOST_TOKENS` are 16 bytes on the wire, big-endian.
+# `MAX_TOKENS` are 16 bytes on the wire, big-endian.
 TokenElements = Annotated[
-    int, Field(ge=0, le=MOST_ELEMENTS), BeforeValidator(_from_wire), PlainSerializer(_to_wire, return_type=int | bytes)
+    int, Field(ge=0, le=MAX_ELEMENTS), BeforeValidator(_from_wire), PlainSerializer(_to_wire, return_type=int | bytes)
 ]
 # More than three thousand years, yet small enough that sums and differences of times stay finite and precise floats.
-MOST_SECONDS = 1e11
-Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
+MAX_SECONDS = 1e11
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 # Duration of a step or a pull. It is bounded because windows compute their timeouts from what learners report.
 StepSeconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-UnixSeconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+UnixSeconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 # A norm or a rate, bounded so that its square and the sum of many are still finite floats.
 Measure = Annotated[float, Field(ge=0, le=1e60, allow_inf_nan=False)]
-MOST_LOSS = 1e9
+MAX_LOSS = 1e9
 
 
 def _loss(value: float) -> float:
-    return math.copysign(math.inf, value) if abs(value) > MOST_LOSS else value
+    return math.copysign(math.inf, value) if abs(value) > MAX_LOSS else value
 
 
-# A diverging model's loss may be NaN or infinite; values beyond `MOST_LOSS` count as infinite.
+# A diverging model's loss may be NaN or infinite; values beyond `MAX_LOSS` count as infinite.
 Loss = Annotated[float, AfterValidator(_loss)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 
@@ -130,9 +130,9 @@ def printable(text: str, kept: str = "") -> str:
 # Text from a peer that is shown to people.
 Shown = Annotated[Text, AfterValidator(printable)]
 
-MOST_SAMPLES = 64
+MAX_SAMPLES = 64
 # (Unix time, trained tokens, merged tokens) of the whole run in the last minutes, oldest first (`merged_share`).
-Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
+Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MAX_SAMPLES, fail_fast=True)]
 
 
 def _first(said: object) -> object:

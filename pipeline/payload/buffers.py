@@ -26,7 +26,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 # Smaller arrays are left to numpy's allocator.
-LEAST_BYTES = 2**20
+MIN_BYTES = 2**20
 # Free memory is reused for an array up to this factor larger or smaller. The same factor limits what the pool holds,
 # relative to the most ever in use.
 ROOM = 1.25
@@ -55,7 +55,7 @@ class Buffers:
         """Pieces released by finalizers, which may run at any point, also while this thread holds the lock. So they
         take no lock and only append here, which is atomic; `empty` collects the pieces."""
         self._lock = threading.Lock()
-        self._held = self._most_used = 0
+        self._held = self._peak = 0
 
     @property
     def free_bytes(self) -> int:
@@ -64,7 +64,7 @@ class Buffers:
 
     def empty(self, nbytes: int) -> Bytes:
         """Return an uninitialised array (nbytes,) of uint8."""
-        if nbytes < LEAST_BYTES:
+        if nbytes < MIN_BYTES:
             return np.empty(nbytes, np.uint8)
         with self._lock:
             while self._back:
@@ -75,7 +75,7 @@ class Buffers:
             found = self._fitting(nbytes) or _Piece(_fresh(int(ROOM * nbytes)), 0, now_s)
             piece = found._replace(touched=max(found.touched, nbytes))
             self._held += piece.touched - found.touched
-            self._most_used = max(self._most_used, self._held - _touched(self._free))
+            self._peak = max(self._peak, self._held - _touched(self._free))
         # numpy collapses chains of views to the base *array*. The base of `handed` is a memoryview, so every view of it
         # keeps `handed` itself alive, and the finalizer cannot run while any view can still be used.
         handed: Bytes = np.frombuffer(memoryview(piece.raw)[:nbytes], np.uint8)  # type: ignore[arg-type]  # numpy's stubs
@@ -98,7 +98,7 @@ class Buffers:
         if fitting:
             return self._free.pop(-min(fitting)[-1])
         used = self._held - _touched(self._free)
-        while self._free and self._held + nbytes > ROOM * max(self._most_used, used + nbytes):
+        while self._free and self._held + nbytes > ROOM * max(self._peak, used + nbytes):
             self._held -= self._free.pop(0).touched
         return None
 

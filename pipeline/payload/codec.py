@@ -134,7 +134,7 @@ def decode_tape(data: bytes) -> TapeRecord:
 # --- chunks ---------------------------------------------------------------------------------------
 
 # Chunks with less data are joined: the copy costs less than sending separate parts.
-LEAST_PARTS = 64 * 1024
+MIN_PARTS = 64 * 1024
 
 
 class ChunkParts(NamedTuple):
@@ -246,7 +246,7 @@ class Payload:
         piece = self._data[index * self._chunk_bytes : (index + 1) * self._chunk_bytes]
         tail = ending(self._digests[index], self.digest if index == self.chunks - 1 else None)
         parts = ChunkParts(heading(index, len(piece)), piece, tail)
-        return parts if len(piece) >= LEAST_PARTS else parts.joined()
+        return parts if len(piece) >= MIN_PARTS else parts.joined()
 
 
 def split_chunk(encoded: bytes | memoryview, index: int, size: int) -> tuple[memoryview, bytes, bytes | None] | None:

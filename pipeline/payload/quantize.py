@@ -12,10 +12,10 @@ On the wire each `GROUP` of elements is stored together: first the scales of its
 the first bytes are final once the first elements are known, and can be decoded before the last ones arrive; and the
 size depends only on the number of elements.
 
-Rounding is to nearest, ties to even: equal arrays give equal bytes. A block whose largest element is below `LEAST` is
-coded as zero, which keeps subnormal numbers out. A block with an element that is not finite gets a scale that is not
-finite, so that the decoder can see it. All operations are elementwise in float32, so the decoded values are the same on
-every machine.
+Rounding is to nearest, ties to even: equal arrays give equal bytes. A block whose largest element is below
+`MIN_ABSMAX` is coded as zero, which keeps subnormal numbers out. A block with an element that is not finite gets a
+scale that is not finite, so that the decoder can see it. All operations are elementwise in float32, so the decoded
+values are the same on every machine.
 """
 
 from typing import Any, Final, Literal
@@ -34,7 +34,7 @@ BLOCK = 256
 
 # Blocks whose largest element is smaller are coded as zero: they are noise, and the reciprocals of their scales would
 # not be finite.
-LEAST = 2.0**-100
+MIN_ABSMAX = 2.0**-100
 
 # Elements processed at a time, chosen such that a few arrays of this size fit in the cache.
 GROUP = 256 * BLOCK
@@ -176,7 +176,7 @@ class Encoding:
         """Return the scales (blocks,) for blocks with these largest magnitudes, each one exact in bfloat16."""
         exact = (largest / np.float32(_LARGEST[self._kind])).view(np.uint32)
         rounded_up = ((exact + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
-        return np.where(largest >= LEAST, rounded_up, np.float32(0))
+        return np.where(largest >= MIN_ABSMAX, rounded_up, np.float32(0))
 
 
 def encode(values: npt.NDArray[Any], kind: Kind, error: Float32 | None = None) -> Bytes:

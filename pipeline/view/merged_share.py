@@ -16,12 +16,12 @@ state and the heads can compute the recent share, whichever syncer leads, or if 
 from collections.abc import Sequence
 from typing import TypedDict
 
-from diloco.pipeline.messages.wire import MOST_SAMPLES
+from diloco.pipeline.messages.wire import MAX_SAMPLES
 
 SAMPLE_S = 15.0
 RECENT_S = 300.0
 # No recent share is given for a shorter time, because merges come in lumps.
-LEAST_S = 30.0
+MIN_S = 30.0
 # If at most this share of the tokens was trained before the recent period, the period counts as the whole run.
 NEARLY_NONE = 0.1
 
@@ -45,7 +45,7 @@ def sample_due(samples: Sequence[Sample], unix_s: float) -> bool:
 def with_sample(samples: Sequence[Sample], now: Sample) -> tuple[Sample, ...]:
     """Return the samples with one more: those of the last `RECENT_S`, and the one before them."""
     kept = [*_sound(samples, now), now]
-    while len(kept) > 1 and (now[0] - kept[1][0] >= RECENT_S or len(kept) > MOST_SAMPLES):
+    while len(kept) > 1 and (now[0] - kept[1][0] >= RECENT_S or len(kept) > MAX_SAMPLES):
         del kept[0]
     return tuple(kept)
 
@@ -58,7 +58,7 @@ def recent_share(samples: Sequence[Sample], now: Sample) -> tuple[float | None, 
     """
     before = _before(samples, now)
     span_s, trained, merged = (at - was for was, at in zip(before, now, strict=True))
-    return min(1.0, merged / trained) if trained and span_s >= LEAST_S else None, span_s
+    return min(1.0, merged / trained) if trained and span_s >= MIN_S else None, span_s
 
 
 def _before(samples: Sequence[Sample], now: Sample) -> Sample:

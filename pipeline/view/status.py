@@ -18,7 +18,7 @@ from diloco.pipeline.liveness import is_live
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec
-from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.pipeline.messages.wire import MAX_TOKENS
 from diloco.pipeline.pacing import Pace, long_rounds, outer_room, slow_merges
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.view import trouble
@@ -256,7 +256,7 @@ def _tokens(
     reports = [seen for seen in reports if seen.counts_in(state)]
     base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
     earlier = (0, 0) if state is None else (state.base_overwritten, state.base_rejected)
-    tokens = min(MOST_TOKENS, max(written, base + sum(seen.report.tokens for seen in reports)))
+    tokens = min(MAX_TOKENS, max(written, base + sum(seen.report.tokens for seen in reports)))
     merged = overwritten = rejected = unpublished = earlier_lost = 0
     if layout is not None:
         elements = [fragment.elements for fragment in layout.fragments]

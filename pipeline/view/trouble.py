@@ -21,7 +21,7 @@ AWAITED = "waiting for"
 # Missing scripts and changes of the server are only reported for this long.
 RECENT_S = 3600.0
 # The most learners and changes of the server that are remembered.
-MOST_TOLD = 512
+MAX_TRACKED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Told:
         scriptless, changes = dict(self.scriptless), list(self.changes)
         for event in events:
             scriptless.pop(event.who, None)
-            if event.name == SCRIPTS_MISSING and len(scriptless) < MOST_TOLD:
+            if event.name == SCRIPTS_MISSING and len(scriptless) < MAX_TRACKED:
                 scriptless[event.who] = event.unix_s
             if event.name == REDIS_CHANGED:
                 changes.append(min(event.unix_s, now_s))
         recent = {who: told_s for who, told_s in scriptless.items() if now_s - told_s < RECENT_S}
-        return Told(recent, tuple(one for one in changes if now_s - one < RECENT_S)[-MOST_TOLD:])
+        return Told(recent, tuple(one for one in changes if now_s - one < RECENT_S)[-MAX_TRACKED:])
 
 
 def changed(told: Told, now_s: float) -> str:

@@ -16,7 +16,7 @@ from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.messages.wire import MOST_ELEMENTS
+from diloco.pipeline.messages.wire import MAX_ELEMENTS
 from diloco.pipeline.payload.codec import as_bytes, encode, payload_digest
 from diloco.pipeline.transfer.globals import push_global
 from diloco.pipeline.transfer.payloads import Offload
@@ -115,8 +115,8 @@ def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
         base_tokens=checkpoint.state.tokens,
         set_aside=checkpoint.state.set_aside,
         base_merged=min(checkpoint.state.tokens, merged // checkpoint.layout.elements),
-        base_overwritten=min(MOST_ELEMENTS, overwritten),
-        base_rejected=min(MOST_ELEMENTS, rejected),
+        base_overwritten=min(MAX_ELEMENTS, overwritten),
+        base_rejected=min(MAX_ELEMENTS, rejected),
         budget_tokens=spec.sync.tokens,
         started_unix_s=clock.unix(),
         reason=f"resumed from {checkpoint.folder_name}",

@@ -28,7 +28,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec, SyncSpec
-from diloco.pipeline.messages.wire import MOST_ELEMENTS, MOST_TOKENS
+from diloco.pipeline.messages.wire import MAX_ELEMENTS, MAX_TOKENS
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.pipeline.transfer.payloads import Offload
@@ -259,7 +259,7 @@ async def run_state(bus: Bus) -> RunState:
         raise UsageError("the run has no state yet: there is nothing to save")
     # The state is written a few times a second; the reports are newer.
     reported = sum(seen.report.tokens for seen in await bus.read_reports() if seen.counts_in(run))
-    return run.model_copy(update={"tokens": min(MOST_TOKENS, max(run.tokens, run.base_tokens + reported))})
+    return run.model_copy(update={"tokens": min(MAX_TOKENS, max(run.tokens, run.base_tokens + reported))})
 
 
 async def _saved_state(bus: Bus, spec: Spec, folder: Place, offload: Offload) -> SavedState:
@@ -271,7 +271,7 @@ async def _saved_state(bus: Bus, spec: Spec, folder: Place, offload: Offload) ->
         format=1,
         spec=spec,
         run=run,
-        overwritten=min(MOST_ELEMENTS, overwritten),
+        overwritten=min(MAX_ELEMENTS, overwritten),
         fragments=await offload(_fragments, folder, spec.sync.fragments),
         shards=shards,
         data_order=data_order,

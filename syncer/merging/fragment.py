@@ -26,7 +26,7 @@ from diloco.syncer.merging.outer import Outer, OuterStep, State, outer_at
 # A delta is refused if it is more than this many times as long as the running median of its fragment's deltas.
 ABSURD_NORM_FACTOR = 100.0
 # Deltas are also judged by the norm of the fragment's values, for which their root mean square counts as at least this.
-LEAST_RMS = 0.01
+MIN_RMS = 0.01
 # With fewer merges than this there is no median to judge by, however many learners took part. The first deltas of a run
 # hold one step at a learning rate that still warms up. They are thousands of times shorter than all later ones, which
 # would be refused for ever.
@@ -132,7 +132,7 @@ class FragmentState:
         # While the learning rate warms up, the deltas of the first merges are thousands of times shorter than all later
         # ones, and so is the median. So a delta that is no longer than the values themselves is never absurd. Where no
         # median is known, it may be `ABSURD_NORM_FACTOR` times as long as they are.
-        own = max(float(np.linalg.norm(self.theta)), LEAST_RMS * np.sqrt(self.layout.elements))
+        own = max(float(np.linalg.norm(self.theta)), MIN_RMS * np.sqrt(self.layout.elements))
         if delta.norm <= (own if usual is not None else ABSURD_NORM_FACTOR * own):
             return delta
         known = "" if usual is None else f", the running median {usual:.3g}"

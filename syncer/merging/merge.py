@@ -53,7 +53,7 @@ _NO_DIRECTION = 1e-30
 ROWS_BLOCK = 32 * 1024
 
 # No contribution is multiplied by more than this (over its length), or the sum might leave float32's range.
-MOST_SHARE = 2.0**20
+MAX_SHARE = 2.0**20
 
 # Called with (start, stop) of each block of the pseudogradient once it is final, from front to back. The block is in
 # the cache then, and the callee may overwrite it.
@@ -156,11 +156,11 @@ def merge_shares(
     """Return `algorithm.merge_weights` without the common factor, which is known only once all contributions are in.
 
     Shares are relative to the first contribution's, which is 1, so those of the first few are known before the others
-    arrive. If the largest would exceed `MOST_SHARE`, they are relative to the largest. Single float64 operations: the
+    arrive. If the largest would exceed `MAX_SHARE`, they are relative to the largest. Single float64 operations: the
     same bits on every machine.
     """
     raw = [WEIGHTS[rule](steps, tokens) for steps, tokens in counted(counters, interval)]
-    of = raw[0] if max(raw) <= MOST_SHARE * raw[0] else max(raw)
+    of = raw[0] if max(raw) <= MAX_SHARE * raw[0] else max(raw)
     return tuple(one / of for one in raw)
 
 

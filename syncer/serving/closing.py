@@ -16,7 +16,7 @@ from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
-from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.pipeline.messages.wire import MAX_TOKENS
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.serving.leases import CALLS, TURNS, holding, in_time, release_all
 from diloco.syncer.times import TIMES
@@ -93,7 +93,7 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: Run
         if state.phase is Phase.FINISHED and state.manifest == manifest:
             break
         counted = (seen.report.tokens for seen in await bus.read_reports() if seen.counts_in(state))
-        tokens = min(MOST_TOKENS, state.base_tokens + sum(counted))
+        tokens = min(MAX_TOKENS, state.base_tokens + sum(counted))
         update = {"phase": Phase.FINISHED, "tokens": max(state.tokens, tokens), "manifest": manifest}
         await bus.write_state(state.model_copy(update=update))
     outer_steps = sum(head.version for head in heads)

@@ -19,7 +19,7 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Phase, RunState, moment
 from diloco.pipeline.messages.spec import Spec, SyncSpec, Wanted
 from diloco.pipeline.outer_cost import Speed, operations_of
-from diloco.pipeline.pacing import least_step_s
+from diloco.pipeline.pacing import min_step_s
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
@@ -357,7 +357,7 @@ async def speed_for(sync: SyncSpec, layout: Layout, offload: Offload) -> Speed:
         "outer_step_reckoned",
         slowest_fragment_s=round(outer_s, 3),
         all_fragments_s=round(together_s, 3),
-        fits_from_step_s=round(least_step_s(sync, outer_s, together_s), 3),
+        fits_from_step_s=round(min_step_s(sync, outer_s, together_s), 3),
         gflop_per_s=round(speed.flops / 1e9, 1),
     )
     return speed

@@ -10,7 +10,7 @@ import pytest
 import redis as redis_py
 
 from diloco import cli
-from diloco.acl import LEAST, make, template, variable
+from diloco.acl import MIN_PASSWORD_CHARS, make, template, variable
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
 from diloco.pipeline.bus.redis_streams import connect
@@ -80,12 +80,12 @@ def test_what_is_wrong_with_passwords_or_names_is_said_without_showing_any(
     with pytest.raises(UsageError, match=r"REDIS_SYNCER_PASSWORD.*--passwords"):
         make("r", [], None)
     file = tmp_path / "secrets.env"
-    monkeypatch.setenv("REDIS_VIEWER_PASSWORD", "x" * (LEAST - 1))
+    monkeypatch.setenv("REDIS_VIEWER_PASSWORD", "x" * (MIN_PASSWORD_CHARS - 1))
     with pytest.raises(UsageError, match="REDIS_VIEWER_PASSWORD is shorter") as refused:
         make("r", [], file)
     assert "xxx" not in str(refused.value)
     for name in ("REDIS_VIEWER_PASSWORD", "REDIS_SYNCER_PASSWORD"):
-        monkeypatch.setenv(name, "x" * LEAST)
+        monkeypatch.setenv(name, "x" * MIN_PASSWORD_CHARS)
     with pytest.raises(UsageError, match="the same password"):
         make("r", [], file)
     assert not file.exists()
@@ -102,7 +102,7 @@ def test_what_is_wrong_with_passwords_or_names_is_said_without_showing_any(
 
 def test_no_password_is_taken_from_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     """Every user of a machine can read a process's arguments."""
-    assert cli.main(["acl", "--password", "x" * LEAST]) == 2
+    assert cli.main(["acl", "--password", "x" * MIN_PASSWORD_CHARS]) == 2
     for command in ("syncer", "run", "learner", "evaluator", "status"):
         assert cli.main([command, "--help"]) == 0
         shown = capsys.readouterr().out

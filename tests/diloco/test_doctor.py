@@ -271,7 +271,7 @@ def test_a_run_whose_syncers_save_checkpoints_outlives_its_server(
 def test_a_machine_has_twice_what_its_redis_holds_wherever_one_is_asked_for() -> None:
     """While an append-only file is rewritten, what a round replaces is there twice."""
     found = of_server.room(0, 1e9, SyncSettings().sync_spec(), machine_bytes=2**30)
-    needed = redis_bytes(1e9, of_server.LEAST_LEARNERS, "bf16")
+    needed = redis_bytes(1e9, of_server.MIN_LEARNERS, "bf16")
     assert found.remedy == f"run it on a machine with {as_bytes(2 * needed)} of memory"
     assert "twice its memory" in of_server.persistence(Server.of(INFO | {"aof_enabled": 0})).remedy
 

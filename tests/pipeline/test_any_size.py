@@ -156,7 +156,7 @@ async def test_names_and_arrivals_of_any_size_keep_no_owner_from_the_next_header
 async def test_headers_of_any_size_are_refused_as_such_and_hide_no_others(
     server: Server, syncer: RedisBus, learner: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "MOST_READ_BYTES", MB)
+    monkeypatch.setattr(calls, "MAX_READ_BYTES", MB)
     keys, hostile = server.keys, server.raw("learner-l0")
     hostile.hsetnx(keys.senders(0), "l0", "")
     large = [hostile.xadd(keys.deltas(0, "l0"), {"h": bytes(5 * MB)}).decode() for _ in range(5)]
@@ -180,7 +180,7 @@ async def test_reports_of_any_size_hide_no_others_and_go(
     server: Server, syncer: RedisBus, learner: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the times at which they came, and what is not too large to be read and larger than a report."""
-    monkeypatch.setattr(stored_reports, "MOST_REPORTS", 200)
+    monkeypatch.setattr(stored_reports, "MAX_REPORTS", 200)
     keys, viewer, name = server.keys, await server.bus("viewer"), b"l0/" + b"0" * 8
     viewer.use_spec(samples.spec())
     await learner.write_report(samples.report("l1"))
@@ -205,7 +205,7 @@ async def test_the_most_that_one_learner_can_report_leaves_room_for_others(
     server: Server, syncer: RedisBus, learner: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of its reports is too large, nor are they too many: all together they are."""
-    monkeypatch.setattr(stored_reports, "MOST_REPORTS", 200)
+    monkeypatch.setattr(stored_reports, "MAX_REPORTS", 200)
     monkeypatch.setattr(stored_reports, "REPORTS_LEFT", 100)
     keys, hostile = server.keys, server.raw("learner-l0")
     await learner.write_report(samples.report("l1", tokens=0))
@@ -224,7 +224,7 @@ async def test_what_else_learners_share_is_read_within_its_bounds(
     server: Server, syncer: RedisBus, learner: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events, the word that version 0 is there, moments, shards."""
-    monkeypatch.setattr(calls, "MOST_READ_BYTES", MB)
+    monkeypatch.setattr(calls, "MAX_READ_BYTES", MB)
     keys, hostile, viewer = server.keys, server.raw("learner-l0"), await server.bus("viewer")
     await learner.fill_shards(0, [Shard(epoch=0, index=0, start=0, stop=8)])
     hostile.xadd(keys.shards, {"s": bytes(5 * MB)})

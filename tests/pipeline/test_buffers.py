@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.pipeline.payload.buffers import IDLE_S, LEAST_BYTES, ROOM, Buffers
+from diloco.pipeline.payload.buffers import IDLE_S, MIN_BYTES, ROOM, Buffers
 
-SIZE = 4 * LEAST_BYTES
+SIZE = 4 * MIN_BYTES
 
 
 def address(array: np.ndarray) -> int:
@@ -75,7 +75,7 @@ def test_arrays_of_nearly_one_size_go_round_in_the_same_memory():
 
 def test_small_arrays_are_the_allocators():
     buffers = Buffers()
-    taken = buffers.empty(LEAST_BYTES - 1)
+    taken = buffers.empty(MIN_BYTES - 1)
     del taken
     assert buffers.free_bytes == 0
 
@@ -98,7 +98,7 @@ def test_threads_never_get_the_same_memory():
 
     def work(number: int) -> None:
         for _ in range(200):
-            taken = buffers.empty(LEAST_BYTES)
+            taken = buffers.empty(MIN_BYTES)
             taken[::4096] = number
             if not (taken[::4096] == number).all():
                 wrong.append(number)
@@ -110,7 +110,7 @@ def test_threads_never_get_the_same_memory():
     for thread in threads:
         thread.join()
     assert not wrong
-    assert buffers.free_bytes <= 4 * ROOM * LEAST_BYTES
+    assert buffers.free_bytes <= 4 * ROOM * MIN_BYTES
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what is resident")
@@ -122,11 +122,11 @@ def test_what_is_let_go_of_is_no_longer_resident():
 
     buffers, before, kept = Buffers(), resident(), []
     for size in (25, 2, 3, 5, 8, 12, 18):
-        taken = buffers.empty(size * LEAST_BYTES)
+        taken = buffers.empty(size * MIN_BYTES)
         taken[:] = 1
-        kept.append(np.ones(LEAST_BYTES // 8, np.uint8))  # the allocator's: it cannot give back what lies below
+        kept.append(np.ones(MIN_BYTES // 8, np.uint8))  # the allocator's: it cannot give back what lies below
         del taken
-    assert resident() - before < 1.5 * 25 * LEAST_BYTES
+    assert resident() - before < 1.5 * 25 * MIN_BYTES
 
 
 def test_what_nobody_took_for_a_minute_goes_back_to_the_kernel():

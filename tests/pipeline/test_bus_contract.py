@@ -26,7 +26,7 @@ from diloco.pipeline.messages.run import Event, InitialUpload, LearnerReport, Ph
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.spec import Wanted
 from diloco.pipeline.messages.tape import WindowChanged
-from diloco.pipeline.messages.wire import MOST_LEASE_S
+from diloco.pipeline.messages.wire import MAX_LEASE_S
 from diloco.pipeline.payload.codec import Encoded, Payload, encode
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.memory_fragments import whole_chunk
@@ -242,7 +242,7 @@ async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name is anybody's to add, and each costs every read of headers."""
-    monkeypatch.setattr(schema, "MOST_NEW_SENDERS", 3)
+    monkeypatch.setattr(schema, "MAX_NEW_SENDERS", 3)
     bus.use_spec(samples.spec())
     senders = bus.keys.senders(0)
     pending = {await bus.offer(samples.header("l0")), await bus.offer(samples.header("l1", fragment=1))}
@@ -262,8 +262,8 @@ async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without users of their own a learner may offer under any number of names."""
-    monkeypatch.setattr(schema, "MOST_NEW_SENDERS", 2)
-    monkeypatch.setattr(schema, "MOST_SENDERS", 4)
+    monkeypatch.setattr(schema, "MAX_NEW_SENDERS", 2)
+    monkeypatch.setattr(schema, "MAX_SENDERS", 4)
     bus.use_spec(samples.spec())
     senders, names = bus.keys.senders(0), ("a", "b", "c", "d")
     for name in names:
@@ -288,7 +288,7 @@ async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_tra
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of too many, the latest of each learner stay, also a newcomer's, and those of most tokens."""
-    monkeypatch.setattr(stored_reports, "MOST_REPORTS", 6)
+    monkeypatch.setattr(stored_reports, "MAX_REPORTS", 6)
     monkeypatch.setattr(stored_reports, "REPORTS_LEFT", 3)
 
     def plant(report: LearnerReport, name: str = "") -> None:
@@ -340,7 +340,7 @@ async def test_a_lease_that_would_last_lapses_as_any_other(bus: Bus, backdoor: B
     assert await bus.acquire_lease(0, A, 30)
     assert not await bus.acquire_lease(0, B, 0.1)
     assert (backdoor.ttl_s(key) or 0) > 20
-    assert await bus.acquire_lease(0, A, 2 * MOST_LEASE_S)
+    assert await bus.acquire_lease(0, A, 2 * MAX_LEASE_S)
     assert not await bus.acquire_lease(0, B, 0.1)
     await asyncio.sleep(0.15)
     assert await bus.acquire_lease(0, B, 10)

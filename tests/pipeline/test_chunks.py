@@ -6,7 +6,7 @@ import pytest
 
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.payload.codec import (
-    LEAST_PARTS,
+    MIN_PARTS,
     ChunkParts,
     Payload,
     PayloadReader,
@@ -18,7 +18,7 @@ from diloco.pipeline.payload.codec import (
 from diloco_studies.virtual.memory_fragments import chunk_size, whole_chunk
 from tests.samples import encode_chunks
 
-CHUNK = 2 * LEAST_PARTS
+CHUNK = 2 * MIN_PARTS
 
 
 def payload_of(array: np.ndarray, chunk_bytes: int = CHUNK) -> Payload:
@@ -35,7 +35,7 @@ def test_parts_joined_are_what_the_codec_makes(elements):
     assert [whole_chunk(chunk) for chunk in made] == list(encode_chunks(array, CHUNK))
     assert [chunk_size(chunk) for chunk in made] == [len(whole_chunk(chunk)) for chunk in made]
     assert payload.digest == payload_digest(as_bytes(array), CHUNK)
-    assert any(isinstance(chunk, ChunkParts) for chunk in made) == (array.nbytes >= LEAST_PARTS)
+    assert any(isinstance(chunk, ChunkParts) for chunk in made) == (array.nbytes >= MIN_PARTS)
 
 
 @pytest.mark.parametrize("index", [0, 1, 127, 128, 255, 256, 65535, 65536, 10**6])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.bus.commits import MOST_HEADERS, Commit, Published, Refusal, Republication, Rest, Staged
+from diloco.pipeline.bus.commits import MAX_HEADERS, Commit, Published, Refusal, Republication, Rest, Staged
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
@@ -281,7 +281,7 @@ async def test_all_but_the_last_headers_of_a_flood_are_refused_in_one_step(bus: 
     """Each is counted, though nobody has read it; others' stay. Where there are no more, nothing is done."""
     expected, key = await first_head(bus), bus.keys.deltas(0, "l0")
     kept = await bus.offer(samples.header("l1"))
-    for n in range(MOST_HEADERS):
+    for n in range(MAX_HEADERS):
         backdoor.append(key, b"%d" % n)
     cut = Refusal(NONCE, expected, (), (), (rejected("l0", 0, RefusalReason.FLOOD),), cut="l0")
     before = backdoor.dump()
@@ -298,7 +298,7 @@ async def test_all_but_the_last_headers_of_a_flood_are_refused_in_one_step(bus: 
     assert head.refused == {"flood": 300 + 10}
     assert len(await bus.read_tape({0: START})) == 2
     left = [one.entry_id for one in await bus.read_offers(0, {"l0": START})]
-    assert len(left) == MOST_HEADERS + 10 + 1
+    assert len(left) == MAX_HEADERS + 10 + 1
     assert kept in left
     with pytest.raises(LeaseLost):
         await bus.refuse(0, replace(cut, nonce=OTHER))

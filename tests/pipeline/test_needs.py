@@ -9,7 +9,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
+from diloco.pipeline.messages.moments import MAX_OFFERED_BYTES
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec, GlobalCodec
 from diloco.pipeline.needs import GLOBALS, LINK_SHARE, SYNCER_MEMORY_BYTES, needs_of, pace_of
@@ -33,7 +33,7 @@ def test_every_codec_of_a_run_is_known() -> None:
 def test_offers_of_moments_are_no_larger_than_a_learner_makes_them() -> None:
     """Two of 8 bytes a parameter, up to the size above which moments are nobody's to ask for: so 7B need 198 GB."""
     assert offered_bytes(1e6) == 2 * 8e6
-    assert offered_bytes(MOST_OFFERED_BYTES / 8) == offered_bytes(7e9) == 2 * MOST_OFFERED_BYTES
+    assert offered_bytes(MAX_OFFERED_BYTES / 8) == offered_bytes(7e9) == 2 * MAX_OFFERED_BYTES
     assert redis_bytes(7e9, 4, "bf16") == pytest.approx(198e9, rel=1e-3)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from diloco.pipeline.needs import INTERVALS
 from diloco.pipeline.outer_cost import Speed
-from diloco.pipeline.pacing import Pace, least_step_s, long_rounds, merge_share, outer_room, slow_merges
+from diloco.pipeline.pacing import Pace, long_rounds, merge_share, min_step_s, outer_room, slow_merges
 from diloco.syncer.durations import LastMerges
 from tests import samples
 
@@ -156,7 +156,7 @@ def test_one_hold_up_is_no_slow_merge():
 def test_from_which_step_time_on_an_outer_step_fits(outer_s, together_s):
     """A little less, and it is warned of; whether one fragment's step is too long or all together."""
     sync = samples.sync_spec(fragments=1)
-    step_s = least_step_s(sync, outer_s, together_s)
+    step_s = min_step_s(sync, outer_s, together_s)
     pace = [Pace(0, 9, 0.0, outer_s)]
     assert slow_merges(sync, pace, [1.01 * step_s], 1, 1.0, together_s) is None
     assert slow_merges(sync, pace, [0.99 * step_s], 1, 1.0, together_s)

@@ -14,12 +14,12 @@ from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
-from diloco.pipeline.messages.wire import MOST_SECONDS
+from diloco.pipeline.messages.wire import MAX_SECONDS
 from diloco.pipeline.view.page import collector as page_collector
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.lanes import In, Of
-from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Model, PageModel, Poll
+from diloco.pipeline.view.page.model import MAX_LANES, MAX_LOSSES, MAX_MARKS, Model, PageModel, Poll
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import build_status
 from diloco_studies.virtual.memory import MemoryBus
@@ -375,18 +375,18 @@ def poll(now_s: float = 2000.0, reports: Any = (), **given: Any) -> Poll:
 def test_what_is_kept_is_bounded() -> None:
     """More learners, events and evaluations than anybody looks at: lanes, marks and points have an end, sums do not."""
     model = PageModel("run")
-    reports = [samples.seen(f"l{n}") for n in range(MOST_LANES + 50)]
-    events = [Event(name="learner_joined", who=f"l{n}", detail="x" * 500, unix_s=1500.0) for n in range(2 * MOST_MARKS)]
-    points = [samples.evaluation(tokens=n, unix_s=1000.0 + n / 10) for n in range(3 * MOST_LOSSES)]
+    reports = [samples.seen(f"l{n}") for n in range(MAX_LANES + 50)]
+    events = [Event(name="learner_joined", who=f"l{n}", detail="x" * 500, unix_s=1500.0) for n in range(2 * MAX_MARKS)]
+    points = [samples.evaluation(tokens=n, unix_s=1000.0 + n / 10) for n in range(3 * MAX_LOSSES)]
     model.see(poll(reports=reports, events=events, evaluations=points))
     model.patch()
     told = model.snapshot()
-    assert len(told["learners"]) == MOST_LANES
-    assert told["totals"]["learners"] == MOST_LANES + 50
-    assert len(told["marks"]) == MOST_MARKS
+    assert len(told["learners"]) == MAX_LANES
+    assert told["totals"]["learners"] == MAX_LANES + 50
+    assert len(told["marks"]) == MAX_MARKS
     assert all(len(one["detail"]) <= 200 for one in told["marks"])
-    assert len(told["losses"]) <= 2 * MOST_LOSSES
-    assert told["losses"][-1][1] == 3 * MOST_LOSSES - 1
+    assert len(told["losses"]) <= 2 * MAX_LOSSES
+    assert told["losses"][-1][1] == 3 * MAX_LOSSES - 1
 
 
 def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:
@@ -395,7 +395,7 @@ def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:
     merge = samples.committed(version=1, unix_s=9e10, contributions=())
     refused = samples.rejected(unix_s=9e10)
     event = Event(name="learner_joined", who="l0", detail="", unix_s=9e10)
-    seen = samples.seen("l0", wall_s=MOST_SECONDS, age_s=0.1)
+    seen = samples.seen("l0", wall_s=MAX_SECONDS, age_s=0.1)
     model.see(poll(now_s, [seen], records=[merge, refused], events=[event], began_s=1.0))
     model.patch()
     told = model.snapshot()

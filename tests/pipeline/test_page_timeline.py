@@ -73,7 +73,7 @@ def test_what_is_no_number_is_left_out(value: float | None) -> None:
 @pytest.mark.parametrize("begin_s", [100.0, 101.0])
 def test_the_whole_run_keeps_everything_in_ever_longer_buckets(begin_s: float) -> None:
     """Bits of two buckets are those of the one; of two numbers the later one stays. Memory is bounded."""
-    times = Timeline(begin_s, 1.0, sliding=False, most=8)
+    times = Timeline(begin_s, 1.0, sliding=False, max_buckets=8)
     for at_s in (begin_s + second for second in range(64)):
         times.mark("all", at_s, at_s, 1 << int(at_s) % 2)
         times.mark(f"{at_s}", at_s, at_s, 4)
@@ -90,7 +90,7 @@ def test_the_whole_run_keeps_everything_in_ever_longer_buckets(begin_s: float) -
 
 def test_a_sliding_one_keeps_the_last_buckets_as_fine_as_they_were() -> None:
     """A gap of a second is seen in a run of days."""
-    times = Timeline(0.0, 0.5, sliding=True, most=100)
+    times = Timeline(0.0, 0.5, sliding=True, max_buckets=100)
     times.mark("a", 0.0, 0.0, 1)
     times.mark("a", 864_000.0, 864_000.5, 16)
     assert times.step_s == 0.5
@@ -103,7 +103,7 @@ def test_a_sliding_one_keeps_the_last_buckets_as_fine_as_they_were() -> None:
 def test_who_follows_patches_has_what_a_snapshot_has(sliding: bool, seed: int) -> None:
     """However writes, slides and doublings come between two patches."""
     chance = random.Random(seed)
-    times, follower, now_s = Timeline(1000.0, 1.0, sliding, most=20), Follower(), 1000.0
+    times, follower, now_s = Timeline(1000.0, 1.0, sliding, max_buckets=20), Follower(), 1000.0
     for _ in range(60):
         now_s += chance.choice([0.0, 0.3, 1.0, 7.0, 40.0])
         begin_s = now_s - chance.uniform(0, 12)

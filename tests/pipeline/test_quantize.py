@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as some
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.codec import as_bytes, payload_bytes
-from diloco.pipeline.payload.quantize import BLOCK, KINDS, LEAST, Kind, Quantized, encode, wire_bytes
+from diloco.pipeline.payload.quantize import BLOCK, KINDS, MIN_ABSMAX, Kind, Quantized, encode, wire_bytes
 from tests.world import reference
 
 LARGEST = {"int8": 127, "int4": 7}
@@ -24,7 +24,7 @@ def bound(values: np.ndarray, kind: Kind) -> np.ndarray:
     filled[: len(values)] = values
     largest = np.repeat(np.abs(filled.reshape(-1, BLOCK)).max(axis=1), BLOCK)[: len(values)]
     lost = largest / LARGEST[kind] / 2 * (1 + 2**-7)
-    return np.maximum(lost * (1 + 1e-5), np.where(largest < LEAST, LEAST, 0))
+    return np.maximum(lost * (1 + 1e-5), np.where(largest < MIN_ABSMAX, MIN_ABSMAX, 0))
 
 
 def random(elements: int, seed: int = 0) -> np.ndarray:

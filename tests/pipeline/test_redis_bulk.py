@@ -100,7 +100,7 @@ async def test_what_no_redis_says_ends_the_wait():
 )
 async def test_a_reply_larger_than_what_was_asked_for_ends_the_wait(data, said):
     """As soon as it says so: what it announces is not waited for, and no room is made for it."""
-    reply = Reply(Usual(), most_bytes=1000, most_values=50)
+    reply = Reply(Usual(), max_bytes=1000, max_values=50)
     feed(reply, data, random.Random(0))
     assert reply.done.done()
     with pytest.raises(TooMuch, match=said):

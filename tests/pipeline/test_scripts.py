@@ -79,7 +79,7 @@ async def test_who_looks_on_needs_no_script_that_redis_has_lost(
     assert ([one["id"] for one in status["syncers"]], len(status["learners"])) == (["s0"], 1)
     assert (await read_ledger_inputs(viewer, 1, 5.0)).reports == (samples.report(),)
     assert 60 <= (await viewer.read_reports())[0].age_s < 60 + HANGING_S
-    monkeypatch.setattr(schema, "MOST_NEW_SENDERS", 0)
+    monkeypatch.setattr(schema, "MAX_NEW_SENDERS", 0)
     viewer.use_spec(samples.spec())
     assert [one.entry_id for one in await viewer.read_offers(0)] == [offered]
     assert not any(server.admin.script_exists(*(one.sha for one in calls.scripts().values())))
@@ -132,5 +132,5 @@ def test_what_a_learner_said_of_its_scripts_holds_until_anything_else_befalls_it
     assert set(found.scriptless) == {"l0", "l2"}
     assert set(found.after([], 3750.0).scriptless) == {"l2"}
     assert trouble.without_scripts({}) == ""
-    many = [event(SCRIPTS_MISSING, f"l{i}", 0.0) for i in range(2 * trouble.MOST_TOLD)]
-    assert len(Told().after(many, 0.0).scriptless) == trouble.MOST_TOLD
+    many = [event(SCRIPTS_MISSING, f"l{i}", 0.0) for i in range(2 * trouble.MAX_TRACKED)]
+    assert len(Told().after(many, 0.0).scriptless) == trouble.MAX_TRACKED

@@ -3,8 +3,8 @@
 import pytest
 
 from diloco.pipeline.view.merged_share import (
-    LEAST_S,
-    MOST_SAMPLES,
+    MAX_SAMPLES,
+    MIN_S,
     RECENT_S,
     SAMPLE_S,
     recent_share,
@@ -54,8 +54,8 @@ def test_nothing_is_said_of_a_run_that_has_just_begun():
     nothing = {"since_start": None, "pending": None, "recent": None, "recent_s": 0.0, "recent_is_all": True}
     assert shares((), (1000.0, 0, 0)) == nothing
     samples = noted([(1000.0, 0, 0)])
-    assert recent_share(samples, (1000.0 + LEAST_S - 1, 500, 100))[0] is None
-    assert recent_share(samples, (1000.0 + LEAST_S, 500, 100)) == (0.2, LEAST_S)
+    assert recent_share(samples, (1000.0 + MIN_S - 1, 500, 100))[0] is None
+    assert recent_share(samples, (1000.0 + MIN_S, 500, 100)) == (0.2, MIN_S)
 
 
 def test_merges_of_what_was_trained_before_are_no_more_than_all():
@@ -73,4 +73,4 @@ def test_samples_of_a_history_that_the_bus_lost_do_not_count():
 
 def test_samples_are_few_however_long_a_run_is():
     """They are in the run's state, which every learner reads."""
-    assert len(noted(steadily(7200))) <= RECENT_S / SAMPLE_S + 2 <= MOST_SAMPLES
+    assert len(noted(steadily(7200))) <= RECENT_S / SAMPLE_S + 2 <= MAX_SAMPLES

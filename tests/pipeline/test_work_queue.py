@@ -268,7 +268,7 @@ async def test_a_queue_of_more_entries_than_ours_has_is_not_read(
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each checkpoint reads it, and merges wait for that."""
-    monkeypatch.setattr(schema, "MOST_OPEN_SHARDS", 3)
+    monkeypatch.setattr(schema, "MAX_OPEN_SHARDS", 3)
     await bus.fill_shards(0, SHARDS)
     assert len((await bus.read_shards()).open) == 3
     backdoor.append(bus.keys.shards, b"x")

@@ -236,7 +236,7 @@ def test_a_minority_neither_shrinks_the_others_nor_counts_for_more_and_half_shri
 ) -> None:
     """Whatever the lengths of a minority; and of half, where it has none shorter than the others' shortest."""
     others = others[: len(honest)]
-    if len(honest) + len(others) < algorithm.LEAST_FOR_MEDIAN:
+    if len(honest) + len(others) < algorithm.MIN_FOR_MEDIAN:
         return
     norms = [*honest, *others]
     clipped = [factor * norm for factor, norm in zip(algorithm.clip_factors(norms, multiple), norms, strict=True)]
@@ -352,4 +352,4 @@ def test_grace_is_the_algorithms(
     known = GraceEstimator()
     known.observe(quorum, sync, step, tau)
     expected = algorithm.grace(step, quorum, sync + pull, tau, gamma, latency)
-    assert known.grace_s(step, pull, tau, gamma, latency) == min(expected, TIMES.most_grace_s)
+    assert known.grace_s(step, pull, tau, gamma, latency) == min(expected, TIMES.max_grace_s)

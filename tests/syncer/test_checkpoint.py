@@ -12,7 +12,7 @@ import safetensors.numpy
 from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.commits import Refusal
-from diloco.pipeline.bus.schema import MOST_OPEN_SHARDS
+from diloco.pipeline.bus.schema import MAX_OPEN_SHARDS
 from diloco.pipeline.errors import BadPayload, UsageError
 from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.messages.run import Phase
@@ -353,7 +353,7 @@ def test_a_damaged_payload_is_no_endless_loop(tmp_path):
 
 DAMAGED = {
     "positions by the thousand": lambda bus: bus.store.hset(
-        bus.keys.shard_positions, {f"{at}-1": b"1" for at in range(MOST_OPEN_SHARDS + 1)}
+        bus.keys.shard_positions, {f"{at}-1": b"1" for at in range(MAX_OPEN_SHARDS + 1)}
     ),
     "an order that is none": lambda bus: bus.store.values.update({bus.keys.data_order: b"\xc1"}),
 }

@@ -39,7 +39,7 @@ def merged(*said: tuple[float, float], version: int = 1) -> MergedTimes:
         (0.1, 0.2, 3.0, 1.87, 2, 0.9, 0.0, 0.9 * 3.83),  # 7B, P = 24: 9.3 Gbit at 5 Gbit/s
         (0.0, 0.2, 1.0, 1.9, 2, 0.9, 0.1, 0.0),  # a link so slow leaves no slack
         (0.0, 0.2, 1.0, math.inf, 2, 0.0, 0.1, 0.0),
-        (0.0, 0.0, 1e9, 0.0, 2, 0.9, 0.1, TIMES.most_grace_s),  # 40 years are no grace
+        (0.0, 0.0, 1e9, 0.0, 2, 0.9, 0.1, TIMES.max_grace_s),  # 40 years are no grace
     ],
 )
 def test_grace_is_a_share_of_the_slack_within_its_cap(quorum, sync, slowest, pull, tau, gamma, latency, expected):
@@ -72,7 +72,7 @@ def test_grace_is_never_negative_and_never_beyond_its_cap(quorum, sync, slowest,
     """Whatever was observed or said, the wait is bounded by one step of the slowest, the latency, and absolutely."""
     known = estimator(quorum, sync, slowest, tau)
     grace = known.grace_s(slowest, pull, tau, gamma, latency)
-    assert 0 <= grace <= min(1.25 * slowest + latency, TIMES.most_grace_s)
+    assert 0 <= grace <= min(1.25 * slowest + latency, TIMES.max_grace_s)
     without = known.grace_s(slowest, 0.0, tau, gamma, latency)
     assert grace <= without, "what is counted besides only takes from the slack"
 
@@ -103,8 +103,8 @@ def test_one_word_on_pulls_counts_no_further_than_the_others_words_do(honest, li
     [
         (1.0, 1.0, True),
         (0.9, 1.0, False),
-        (1000.3 + TIMES.most_grace_s - 1000.3, 100.0, True),
-        (TIMES.most_grace_s - 1, 100.0, False),
+        (1000.3 + TIMES.max_grace_s - 1000.3, 100.0, True),
+        (TIMES.max_grace_s - 1, 100.0, False),
         (9.0, None, False),
     ],
 )

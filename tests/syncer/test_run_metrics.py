@@ -14,7 +14,7 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.messages.tape import Contribution, Rewound
 from diloco.pipeline.view.page.collector import Collector
-from diloco.pipeline.view.page.last_poll import MOST_LEARNERS, SHOWN_S, Reading
+from diloco.pipeline.view.page.last_poll import MAX_LISTED, SHOWN_S, Reading
 from diloco.pipeline.view.page.model import Poll
 from diloco.pipeline.view.status import build_status
 from diloco.pipeline.view.status_reader import read_status
@@ -203,10 +203,10 @@ def test_series_of_learners_that_are_gone_go_away() -> None:
     assert set(values(shown(reading), "diloco_learner_steps_total")) == {"here", "dead"}
     reading.see(poll([samples.seen("here"), samples.seen("dead", SHOWN_S + 1)]))
     assert set(values(shown(reading), "diloco_learner_steps_total")) == {"here"}
-    reading.see(poll([samples.seen(f"l{n}", n / 1000) for n in range(MOST_LEARNERS + 50)]))
+    reading.see(poll([samples.seen(f"l{n}", n / 1000) for n in range(MAX_LISTED + 50)]))
     steps = values(shown(reading), "diloco_learner_steps_total")
-    assert (len(steps), f"l{MOST_LEARNERS}" in steps) == (MOST_LEARNERS, False)
-    assert values(shown(reading), "diloco_run_learners")["live"] == MOST_LEARNERS + 50
+    assert (len(steps), f"l{MAX_LISTED}" in steps) == (MAX_LISTED, False)
+    assert values(shown(reading), "diloco_run_learners")["live"] == MAX_LISTED + 50
 
 
 def part(learner: str, cosine: float | None) -> Contribution:

@@ -19,7 +19,7 @@ from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.committing import RunningSum
 from diloco.syncer.merging.fragment import Delta, FragmentState
-from diloco.syncer.merging.merge import BLOCK, MOST_SHARE, Contributions, Sum, delta_norms, merge_shares
+from diloco.syncer.merging.merge import BLOCK, MAX_SHARE, Contributions, Sum, delta_norms, merge_shares
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.replay import replay
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline
@@ -75,7 +75,7 @@ def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: li
 def test_shares_are_weights_but_for_their_sum_and_never_large(counters: list[tuple[int, int]]) -> None:
     """Whatever learners claim to have trained, no sum leaves float32's range for it."""
     shares = merge_shares(counters, interval=INTERVAL)
-    assert 0 <= min(shares) <= max(shares) <= MOST_SHARE
+    assert 0 <= min(shares) <= max(shares) <= MAX_SHARE
     np.testing.assert_allclose(
         np.array(shares) / sum(shares), algorithm.merge_weights(counters, interval=INTERVAL), rtol=1e-12
     )

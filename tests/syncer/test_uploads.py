@@ -79,7 +79,7 @@ async def test_measured_uploads_shorten_the_deadline_again() -> None:
     await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
     while not downloads.outcomes:
         await asyncio.sleep(0.01)
-    assert measured.upload_s == TIMES.least_upload_s
+    assert measured.upload_s == TIMES.min_upload_s
     await downloads.close()
 
 
@@ -228,9 +228,9 @@ def test_a_suspected_learners_upload_is_given_up_once_it_has_stopped_and_not_whi
 
 def test_what_is_known_of_incarnations_is_bounded() -> None:
     coming = UploadProgress()
-    for n in range(UploadProgress.MOST + 10):
+    for n in range(UploadProgress.MAX_TRACKED + 10):
         coming.heard(samples.header("l1", incarnation=f"{n:08x}"), 0.0)
-    assert len(coming._last) == UploadProgress.MOST
+    assert len(coming._last) == UploadProgress.MAX_TRACKED
 
 
 @pytest.mark.parametrize("quorum", [1, 2])

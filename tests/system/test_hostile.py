@@ -23,7 +23,7 @@ from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.payload.quantize import BLOCK
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.admission import SUSPECTED_AFTER, Suspects
-from diloco.syncer.downloads import MOST_ARRIVED
+from diloco.syncer.downloads import MAX_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.workers.exchange import refused
 from diloco.workers.rounds import RENEWED_BY
@@ -336,7 +336,7 @@ async def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory()
     (head,) = await world.heads()
     real = next(r for r in await world.tape() if isinstance(r, Committed) and r.contributions).contributions[0]
     records = len(await world.tape())
-    for n in range(3 * MOST_ARRIVED):
+    for n in range(3 * MAX_ARRIVED):
         forged = samples.header(
             real.learner if n % 2 else "flood",
             incarnation=f"{n:08x}",
@@ -353,7 +353,7 @@ async def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory()
     assert len(world.service.owners[0].session.window.pending()) < 20
     assert len(await world.bus.read_offers(0)) < 20
     (head,) = await world.heads()
-    assert sum(head.refused.values()) > 3 * MOST_ARRIVED - 20
+    assert sum(head.refused.values()) > 3 * MAX_ARRIVED - 20
     told = [r for r in (await world.tape())[records:] if isinstance(r, Rejected)]
     assert len(told) <= 3 * TOLD_A_WINDOW * 6
     assert {r.learner for r in told if r.last_told} == {real.learner, "flood"}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.way import BEGINS, ENDS, SCRIPTS, Way, trace, way_of
 
-MOST = 33
+MAX_FILES = 33
 """Files: fewer are better, more want a reason. What carries payloads is apart from what decides, so that ranks can.
 The planner goes by the rule that lengthens rounds. Globals in bf16 are two halves.
 What is copied from a device while training goes on is apart from fragments: losses and moments are copied so, too."""
@@ -66,4 +66,4 @@ def test_its_scripts_are_listed(way: Way) -> None:
 @pytest.mark.redis
 def test_it_is_short(way: Way) -> None:
     """A reader who follows it opens no more files than that."""
-    assert len(way.files) <= MOST
+    assert len(way.files) <= MAX_FILES

@@ -18,7 +18,7 @@ from tests.trainers import scripts
 
 STEP_TOKENS = scripts.LENGTH * scripts.MICRO
 """Of one rank."""
-MOST_STEPS = 10**6
+MAX_STEPS = 10**6
 QUIET = {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
 RUN = {"run": "ranks", "tokens": 20_000}
 
@@ -72,7 +72,7 @@ def transformers(name: str, folder: Path, **more: Any) -> tuple[int, nn.Module]:
     from diloco.integrations.transformers import DilocoCallback
 
     arguments = TrainingArguments(
-        str(folder / "out"), max_steps=MOST_STEPS, per_device_train_batch_size=scripts.MICRO, **QUIET, **more
+        str(folder / "out"), max_steps=MAX_STEPS, per_device_train_batch_size=scripts.MICRO, **QUIET, **more
     )
     callback = DilocoCallback(learner_id=name, **RUN)
     trainer = Trainer(llama(), arguments, train_dataset=scripts.Rows(name), callbacks=[callback])
@@ -95,7 +95,7 @@ def trl(name: str, folder: Path) -> tuple[int, nn.Module]:
     from diloco.integrations.transformers import DilocoCallback
 
     words = Tokenizer(models.WordLevel({str(i): i for i in range(scripts.VOCAB)}, unk_token="0"))  # noqa: S106
-    how = {"max_steps": MOST_STEPS, "per_device_train_batch_size": scripts.MICRO, "bf16": False}
+    how = {"max_steps": MAX_STEPS, "per_device_train_batch_size": scripts.MICRO, "bf16": False}
     trainer = SFTTrainer(
         llama(),
         SFTConfig(str(folder / "out"), **how, **QUIET),

@@ -23,7 +23,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import as_vector, digest_of, payload_bytes
-from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST
+from diloco.pipeline.payload.quantize import BLOCK, GROUP, MIN_ABSMAX
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
@@ -58,7 +58,7 @@ def arrays(elements: int, seed: int, hard: int) -> list[np.ndarray]:
         at = rng.integers(0, elements, hard)
         values[at] = rng.choice(HARD, hard)
         ties = rng.integers(0, elements, 8)
-        values[ties] = rng.choice([0.5, 1.5, 2.5, 3.5, 5, 6, 7, 127, 64, 1.25, -0.5, LEAST], 8).astype(np.float32)
+        values[ties] = rng.choice([0.5, 1.5, 2.5, 3.5, 5, 6, 7, 127, 64, 1.25, -0.5, MIN_ABSMAX], 8).astype(np.float32)
     return found
 
 

@@ -16,7 +16,7 @@ from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.payload.quantize import KINDS, Quantized
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
-from diloco.workers.encoding import MOST_SENT, ErrorFeedback, OnHost
+from diloco.workers.encoding import MAX_SENT, ErrorFeedback, OnHost
 from diloco.workers.encoding import encode_delta as encode_into
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -124,7 +124,7 @@ def test_the_sums_agree_whatever_happens(steps, kind):
         elif step == "skip":
             sender.feedback.passed(0, version)
         sender.check(merges)
-        assert len(sender.feedback._sent[0]) <= MOST_SENT
+        assert len(sender.feedback._sent[0]) <= MAX_SENT
 
 
 def test_after_going_back_it_begins_at_zero():

@@ -297,7 +297,7 @@ def test_shards_of_another_tokenizer_are_warned_of(folder: Path, book: Path, tmp
 def test_too_much_text_is_to_be_prepared(folder: Path, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the model's tokenizer, which the message names."""
     tokenizer(folder, book.read_text())
-    monkeypatch.setattr(tokenized, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(tokenized, "MAX_BYTES", 10_000)
     with pytest.raises(UsageError, match=f"diloco data prepare {book} --tokenizer {folder}"):
         open_for(str(book), read_hf(f"hf:{folder}"), 32)
 

@@ -214,7 +214,7 @@ def peak_kib(folder: Path, text: str, *told: object) -> int:
 def test_memory_does_not_grow_with_the_number_of_different_words(tmp_path) -> None:
     """A million that come once take hardly more than as many as a vocabulary is trained on: all took 1 GB."""
     letters, chance = string.ascii_lowercase, random.Random(0)
-    for name, count in (("some.txt", bpe.MOST_WORDS), ("more.txt", 1_000_000)):
+    for name, count in (("some.txt", bpe.MAX_WORDS), ("more.txt", 1_000_000)):
         words = ("".join(chance.choices(letters, k=8)) for _ in range(count))
         with (tmp_path / name).open("w") as file:
             file.writelines(f"{word}\n" for word in words)

@@ -165,9 +165,9 @@ def test_above_what_a_peer_sends_moments_come_from_the_state_folder_else_they_ar
     first = left(tmp_path)
     size = 8 * sum(fragment.elements for fragment in first.layout.fragments)
     bus: Any = None
-    monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", size)
+    monkeypatch.setattr(recovery, "MAX_OFFERED_BYTES", size)
     assert first.recovery.peers(bus, bus, 1024, samples.run_state) is not None
-    monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", size - 1)
+    monkeypatch.setattr(recovery, "MAX_OFFERED_BYTES", size - 1)
     for folder, source in ((tmp_path, "checkpoint"), (None, "fresh")):
         again = Party(folder)
         with structlog.testing.capture_logs() as log:

@@ -12,7 +12,7 @@ import pytest
 
 from diloco.pipeline.fragments import layout_of
 from diloco.workers import rounds as module
-from diloco.workers.rounds import LEAST_RENEWED, Base, OpenWindow, Publication, Rounds, State
+from diloco.workers.rounds import MIN_RENEWED, Base, OpenWindow, Publication, Rounds, State
 from tests.virtual_run import spec_of, sync_spec
 
 H, VERSION = 4, 3
@@ -121,9 +121,9 @@ CASES: dict[tuple[str, str], Callable[[Rounds], list[Publication]]] = {
     ],
     ("publications", "there is room"): lambda rounds: list(rounds.publications({}, {}, {})),
     ("publications", "there is no room"): without_room,
-    ("publications", "on the bus"): lambda rounds: uploaded(rounds, LEAST_RENEWED - 1),
-    ("publications", "on the bus, and enough was trained since"): lambda rounds: uploaded(rounds, LEAST_RENEWED),
-    ("publications", "on its way, and enough was trained since"): lambda rounds: after(rounds, None, LEAST_RENEWED),
+    ("publications", "on the bus"): lambda rounds: uploaded(rounds, MIN_RENEWED - 1),
+    ("publications", "on the bus, and enough was trained since"): lambda rounds: uploaded(rounds, MIN_RENEWED),
+    ("publications", "on its way, and enough was trained since"): lambda rounds: after(rounds, None, MIN_RENEWED),
     ("publications", "the window reopened without it"): lambda rounds: after(rounds, REOPENED),
     ("offer_again", ""): offered_again,
     ("last", ""): left_early,

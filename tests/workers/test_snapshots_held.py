@@ -89,7 +89,7 @@ async def test_however_long_the_bus_is_away_a_quarter_of_the_model_and_a_fragmen
 ) -> None:
     """Those that found no room are snapshot when it is back, with all that was trained until then; also then at most so
     many wait at a time."""
-    monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
+    monkeypatch.setattr("diloco.workers.rounds.MIN_ROOM", 0)
     world = VirtualRun(sync_spec(fragments=P, sync_interval=H, tokens=10**9))
     world.start_syncer()
     learner = Training("l0", world)
@@ -112,7 +112,7 @@ async def test_however_long_the_bus_is_away_a_quarter_of_the_model_and_a_fragmen
 
 def test_who_waits_longest_for_room_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a line that is too slow for all would carry the first fragments again and again, and never the last."""
-    monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
+    monkeypatch.setattr("diloco.workers.rounds.MIN_ROOM", 0)
     rounds, released = rounds_of(1, P), dict[int, int]()
     published = []
     for _ in range(12):
@@ -136,7 +136,7 @@ def test_a_server_of_a_cluster_that_is_away_takes_no_room_from_the_fragments_of_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its own fragments fill the room; those of the other server go on, one at a time."""
-    monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
+    monkeypatch.setattr("diloco.workers.rounds.MIN_ROOM", 0)
     rounds, released = rounds_of(1, P, groups=2), dict[int, int]()
     went = set()
     for _ in range(20):
@@ -151,7 +151,7 @@ def test_a_server_of_a_cluster_that_is_away_takes_no_room_from_the_fragments_of_
 
 def test_few_large_fragments_wait_for_no_payload_but_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows count headers: those of two fragments go out at once, however large these are."""
-    monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
+    monkeypatch.setattr("diloco.workers.rounds.MIN_ROOM", 0)
     rounds = rounds_of(1, 3)
     rounds.trained(10)
     assert len(list(rounds.publications({}, {}, {}))) == 2
@@ -159,7 +159,7 @@ def test_few_large_fragments_wait_for_no_payload_but_the_one_before(monkeypatch:
 
 def test_what_is_to_be_offered_again_and_found_no_room_goes_out_on_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bus that came back may lack all of it."""
-    monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
+    monkeypatch.setattr("diloco.workers.rounds.MIN_ROOM", 0)
     rounds, released = rounds_of(1, P), dict[int, int]()
     for _ in range(P):
         rounds.trained(10)

@@ -149,10 +149,10 @@ def test_ranks_that_fail_again_and_again_at_once_are_given_up(monkeypatch: pytes
     launched = Launched(monkeypatch, crash)
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     assert agent.run_ranks(2, "l", 1.0) == 1  # not 75: whoever starts it would have it fail for ever
-    assert launched.lives == agent.MOST_QUICK
+    assert launched.lives == agent.MAX_QUICK
     lasts = 100.0
     assert agent.run_ranks(2, "l", 1.0) == 1
-    assert launched.lives == agent.MOST_QUICK + agent.MOST_RESTARTS + 1
+    assert launched.lives == agent.MAX_QUICK + agent.MAX_RESTARTS + 1
 
 
 @pytest.mark.parametrize(("left", "lost"), [((), "rank 0, rank 1"), ((0,), "rank 1"), ((0, 1), "")])

@@ -87,7 +87,7 @@ def test_a_preparation_ends_with_the_document_that_has_enough(tmp_path) -> None:
     tokenizer = ByteTokenizer()
     (tmp_path / "shards").mkdir()
     endless = source_of(iter(lambda: "for ever and ever " * 10, None))
-    index = write_shards(tmp_path / "shards", endless, tokenizer, 256, most_tokens=50_000)
+    index = write_shards(tmp_path / "shards", endless, tokenizer, 256, max_tokens=50_000)
     assert 50_000 <= index.tokens < 50_000 + 200
 
 

@@ -90,14 +90,14 @@ class Failovers:
 
     def _lags(self, fault: Fault) -> dict[str, float]:
         """By how much each part of what is stored was behind, s."""
-        chance, most_s = self._chance, self._chance.one_of(LAGS_S, "lag", fault.id)
+        chance, max_s = self._chance, self._chance.one_of(LAGS_S, "lag", fault.id)
         parts = [part_of(self._keys.spec), *(part_of(self._keys.tape(group)) for group in range(self._keys.groups))]
         late = [part for part in parts if chance.share("up to date", fault.id, part) >= UP_TO_DATE]
-        return dict.fromkeys(parts, 0.0) | {p: chance.between(0.0, most_s, "behind", fault.id, p) for p in late}
+        return dict.fromkeys(parts, 0.0) | {p: chance.between(0.0, max_s, "behind", fault.id, p) for p in late}
 
     def _ahead_s(self, fault: Fault) -> float:
-        most_s = self._chance.one_of(CLOCKS_S, "clock", fault.id)
-        return self._chance.between(-most_s, most_s, "ahead", fault.id)
+        max_s = self._chance.one_of(CLOCKS_S, "clock", fault.id)
+        return self._chance.between(-max_s, max_s, "ahead", fault.id)
 
     # --- a split ----------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class Pulls:
     def __init__(self, layout: Layout, latency_s: float, now: Callable[[], float]) -> None:
         sizes = [fragment.elements for fragment in layout.fragments]
         mean = sum(sizes) / len(sizes)
-        self._most, self._least = mean / min(sizes), mean / max(sizes)
+        self._highest, self._lowest = mean / min(sizes), mean / max(sizes)
         self._averaged = {fragment.id for fragment in layout.fragments if fragment.averaged}
         """Of no mean size: their pulls are not reported."""
         self._call_s, self._now = QUICKEST * latency_s, now
@@ -89,9 +89,9 @@ class Pulls:
         """What does not hold of what a learner has reported by now; None: nothing."""
         life = self._lives[report.learner]
         pending = [self._now() - at for heads in life.shown.values() for at in heads.values()]
-        most_s = max([life.longest_s, *pending])
-        if report.pull_s > self._most * most_s * (1 + 1e-9):
-            return f"{report.pull_s:.4f} s, and the longest took {most_s:.4f} s"
-        if life.pulled and not report.outages and report.pull_s < self._least * 2 * self._call_s * (1 - 1e-9):
+        max_s = max([life.longest_s, *pending])
+        if report.pull_s > self._highest * max_s * (1 + 1e-9):
+            return f"{report.pull_s:.4f} s, and the longest took {max_s:.4f} s"
+        if life.pulled and not report.outages and report.pull_s < self._lowest * 2 * self._call_s * (1 - 1e-9):
             return f"{report.pull_s:.6f} s, and one call takes {self._call_s:.6f} s"
         return None

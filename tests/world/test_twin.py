@@ -106,7 +106,7 @@ MUTATIONS = {
     ),
     "a window that does not wake": ("write_window", "if record ~= '' then", "if false then"),
     "a window refused where memory is short": ("write_window", "redis.call('PERSIST', head)\n", ""),
-    "a lease taken from its holder": ("claim", "  elseif holder then\n    bound(key, most_ms, ttl_ms)\n", ""),
+    "a lease taken from its holder": ("claim", "  elseif holder then\n    bound(key, max_ms, ttl_ms)\n", ""),
     "a lease released by another": ("release", "== ARGV[1] then redis", "then redis"),
 }
 """Name -> (script, text, what stands there instead).

@@ -59,9 +59,9 @@ ENDS_S = 100.0
 """Virtual seconds that a drain may take."""
 CRASH_WITHIN_S = 2.0
 """A party that does not come to the point of its kill or pause in this time is struck where it is."""
-MOST_CALLS = 100_000
+MAX_CALLS = 100_000
 """More than any world needs: above it somebody is busy for nothing."""
-MOST_CHUNKS = 400_000
+MAX_CHUNKS = 400_000
 """The same of calls for chunks, which are as many as chunks are small."""
 SHOWN = 400
 """Events kept for a trace."""
@@ -194,7 +194,7 @@ class World:
             self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += 1
         chunks = method in ("write_chunks", "read_chunks")
         self._effects[chunks] += 1
-        if self._effects[chunks] > (MOST_CHUNKS if chunks else MOST_CALLS):
+        if self._effects[chunks] > (MAX_CHUNKS if chunks else MAX_CALLS):
             self.oracle.broken("nobody is busy for nothing", f"{self._effects[chunks]} calls, the last one {method}")
         error = type(outcome).__name__ if isinstance(outcome, Exception) else ""
         self.note(link.party, method, f"{brief(method, args)} {error}")
@@ -570,11 +570,11 @@ def _sizes(of: Plan) -> Iterator[None]:
     """Small payloads travel in several calls too, so that a party can be killed between them; and small models may have
     no room for snapshots of all fragments at a time, as large ones.
     """
-    usual = payloads.PIECE_BYTES, rounds.LEAST_ROOM, rounds.AT_ONCE
+    usual = payloads.PIECE_BYTES, rounds.MIN_ROOM, rounds.AT_ONCE
     payloads.PIECE_BYTES = of.piece_bytes
     if of.has_little_room:
-        rounds.LEAST_ROOM, rounds.AT_ONCE = 0, 1
+        rounds.MIN_ROOM, rounds.AT_ONCE = 0, 1
     try:
         yield
     finally:
-        payloads.PIECE_BYTES, rounds.LEAST_ROOM, rounds.AT_ONCE = usual
+        payloads.PIECE_BYTES, rounds.MIN_ROOM, rounds.AT_ONCE = usual

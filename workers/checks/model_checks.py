@@ -22,7 +22,7 @@ from diloco.workers.parameters import local_of, resharding, trained_tensors
 WRAPS_AS = ("optimizer", "optim", "_optimizer")
 
 # Share of an adopted value that must survive; an optimizer without a copy of the weights keeps all of it.
-LEAST_KEPT = 0.9
+MIN_KEPT = 0.9
 # Parts of the class names of wrappers that keep a copy of the weights and cannot be tried.
 WITH_COPIES = ("lookahead", "schedulefree")
 
@@ -139,7 +139,7 @@ def check_adoptions(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             if kept:
                 detail = "if it keeps its own copy of the weights, it undoes adoptions: see Learner(adopted=...)"
                 structlog.get_logger().info("adoption_not_tried", optimizer=name, error=str(error)[:200], detail=detail)
-        if kept < LEAST_KEPT:
+        if kept < MIN_KEPT:
             raise UsageError(
                 f"optimizer ({name}) goes on from its own copy of the weights, so it would undo what is adopted from "
                 "the run: say Learner(..., adopted=fn), where fn(parameter, before) brings its copy up to date"

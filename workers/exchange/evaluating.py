@@ -13,7 +13,7 @@ import structlog
 import torch
 from torch import nn
 
-from diloco.pipeline.agreement import MOST_TOLD
+from diloco.pipeline.agreement import MAX_LISTED
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BadPayload, BusError, OtherFormat, PeerError, SpecMismatch, outage_event
@@ -167,8 +167,8 @@ def check_tensors(model: nn.Module, spec: Spec) -> None:
         if here.get(name) != shape
     ]
     if lines:
-        more = [f"  ... and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
-        told = "\n".join([*lines[:MOST_TOLD], *more])
+        more = [f"  ... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
+        told = "\n".join([*lines[:MAX_LISTED], *more])
         raise SpecMismatch(f"the evaluator's model is not the run's:\n{told}\nGive it the model that learners train.")
 
 

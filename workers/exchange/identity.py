@@ -22,7 +22,7 @@ from diloco.pipeline.errors import IdTaken, LearnerReplaced
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 from diloco.workers.times import TIMES
 
-MOST_GENERATIONS = 10**9
+MAX_GENERATIONS = 10**9
 # So many new reports prove that a process lives: one or two may be late calls of a dead one.
 HEARD = 3
 
@@ -104,7 +104,7 @@ class Identity:
         """Return the newest report of another incarnation with this id, by generation and then by age."""
         others = [seen for seen in await self._bus.read_reports() if seen.report.learner == self._learner]
         others = [seen for seen in others if seen.report.incarnation != self._incarnation]
-        others = [seen for seen in others if seen.report.generation < MOST_GENERATIONS]  # more were made up
+        others = [seen for seen in others if seen.report.generation < MAX_GENERATIONS]  # more were made up
         return max(others, key=lambda seen: (seen.report.generation, -seen.age_s), default=None)
 
 

@@ -73,14 +73,14 @@ class Reporting:
             if position is not None and position != saved:
                 await self._claims.save(position)
                 saved = position
-            while (rest_s := began + TIMES.report_s - self._clock.now()) > TIMES.least_report_s:
+            while (rest_s := began + TIMES.report_s - self._clock.now()) > TIMES.min_report_s:
                 if not self._wake.is_set():
                     with suppress(TimeoutError):
                         async with asyncio.timeout(rest_s):
                             await self._wake.wait()
-                elif self._clock.now() - self._written_s >= TIMES.least_report_s:
+                elif self._clock.now() - self._written_s >= TIMES.min_report_s:
                     break
                 else:  # wait a little: a delta may be published meanwhile, whose report tells the news as well
-                    await asyncio.sleep(TIMES.least_report_s)
+                    await asyncio.sleep(TIMES.min_report_s)
             else:
-                await asyncio.sleep(TIMES.least_report_s)
+                await asyncio.sleep(TIMES.min_report_s)

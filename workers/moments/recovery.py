@@ -1,6 +1,6 @@
 """Recover a learner: the run's heads, then moments from its own checkpoint, else from a peer, else fresh ones.
 
-Moments of more than `MOST_OFFERED_BYTES` are not requested from peers.
+Moments of more than `MAX_OFFERED_BYTES` are not requested from peers.
 
 If an optimizer has moments already (for example because a trainer has loaded its own checkpoint), it keeps them, unless
 the state folder has a usable checkpoint (this is for `recover="auto"`).
@@ -25,7 +25,7 @@ import torch
 
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BadPayload
-from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
+from diloco.pipeline.messages.moments import MAX_OFFERED_BYTES
 from diloco.pipeline.messages.run import RunState
 from diloco.workers.moments.local_state import OwnMoments
 from diloco.workers.moments.optimizer_state import OptimizerState, StateCopy
@@ -93,12 +93,12 @@ class Recovery:
         own = self._own
         if own.state is None or not own.state.for_peers:
             return None
-        if (size := offered_bytes(own.layout, own.state.kind)) > MOST_OFFERED_BYTES:
+        if (size := offered_bytes(own.layout, own.state.kind)) > MAX_OFFERED_BYTES:
             structlog.get_logger().info(
                 "moments_too_large_for_peers",
                 learner=own.learner,
                 bytes=size,
-                most=MOST_OFFERED_BYTES,
+                most=MAX_OFFERED_BYTES,
                 instead="its own from --state-dir, else fresh with the ramp",
             )
             return None

@@ -115,10 +115,10 @@ class Rank:
 
     @staticmethod
     async def _when_done(total: Sum, do: Callable[[], object]) -> None:
-        pause_s, most_s = POLL_S
+        pause_s, max_s = POLL_S
         while not total.done:
             await asyncio.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, most_s)
+            pause_s = min(1.5 * pause_s, max_s)
         do()
 
     async def break_off(self, error: BaseException, why: str) -> None:

@@ -133,10 +133,10 @@ def _steps_text(steps: Mapping[int, int | str]) -> str:
 
 
 # Seconds that the main thread has to come back after a signal, or to call the learner after the exchange has failed. If
-# steps take longer, it has the time of `HANG_STEPS` steps, but at most `MOST_HANG_S`: one step that contains an
+# steps take longer, it has the time of `HANG_STEPS` steps, but at most `MAX_HANG_S`: one step that contains an
 # evaluation or a compilation raises the average step time for many steps. Ending sooner loses at most a step that no
 # rank can publish any more.
-HANG_S, HANG_STEPS, MOST_HANG_S = 10.0, 2, 120.0
+HANG_S, HANG_STEPS, MAX_HANG_S = 10.0, 2, 120.0
 # Seconds that the main thread has to come back after a second signal, and between two probes.
 SECOND_SIGNAL_S, PROBE_S = 2.0, 0.5
 # Seconds for the other ranks and the bus to hear why this rank ends, after one signal and after a second one.
@@ -249,7 +249,7 @@ class RankStopping(Stopping):
 
 def hang_limit_s(step_s: float) -> float:
     """Return the seconds that a main thread which may wait for ever is given, by its step time in seconds."""
-    return max(HANG_S, min(MOST_HANG_S, HANG_STEPS * step_s))
+    return max(HANG_S, min(MAX_HANG_S, HANG_STEPS * step_s))
 
 
 def main_thread_calls() -> str:

@@ -23,11 +23,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from diloco.pipeline.process.signals import AGAIN_STATUS, LAUNCHER_PID, end_signals
 from diloco.workers.trainer.together import AT_WORK
 
-MOST_RESTARTS = 100
+MAX_RESTARTS = 100
 # The exit status of a command that was given something it cannot use (`cli.main`).
 REFUSED_STATUS = 2
 # After so many attempts in a row that each ended within so many seconds, another attempt will do no better.
-MOST_QUICK, QUICK_S = 5, 60.0
+MAX_QUICK, QUICK_S = 5, 60.0
 # Seconds, on top of the time to flush, before ranks that were asked to end are killed. It must exceed the time that
 # ranks wait for each other when they leave (`rank_exchange.GOODBYE_S`).
 LEAVE_MARGIN_S = 40
@@ -46,7 +46,7 @@ def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(leave_s) + LEAVE_MARGIN_S)
     quick = 0
-    for restart in range(MOST_RESTARTS + 1):
+    for restart in range(MAX_RESTARTS + 1):
         began = time.monotonic()
         with TemporaryDirectory(prefix="diloco-ranks-") as at_work:
             os.environ[AT_WORK] = at_work
@@ -63,7 +63,7 @@ def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
             except ChildFailedError as failed:
                 statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
-        if not may_start_again(statuses) or quick == MOST_QUICK or restart == MOST_RESTARTS:
+        if not may_start_again(statuses) or quick == MAX_QUICK or restart == MAX_RESTARTS:
             log.error("ranks_ended", learner=learner, statuses=_words(statuses), restarts=restart)
             return REFUSED_STATUS if REFUSED_STATUS in statuses.values() else 1  # another try would do no better
         log.warning("ranks_restarted", learner=learner, statuses=_words(statuses), restarts=restart + 1)

@@ -27,7 +27,7 @@ from diloco.pipeline.errors import BusUnavailable, DilocoError, NotPermitted, Ov
 SCANNED = 1000
 
 # Largest reply with entries that learners wrote. If there is more, the `read_cut` script shortens it on the server.
-MOST_READ_BYTES = 2**24
+MAX_READ_BYTES = 2**24
 
 # Position of a command's first key, if it is not the first argument.
 _KEY_AT = {"EVALSHA": 3, "EVAL": 3, "XINFO": 2}
@@ -305,7 +305,7 @@ class RedisCalls:
         return [pairs(flat) for flat in await self.at_one_node(commands, None)]
 
     async def timed_hashes(
-        self, *keys: str, most_bytes: int = zero_copy.ANY_SIZE
+        self, *keys: str, max_bytes: int = zero_copy.ANY_SIZE
     ) -> tuple[int, list[Mapping[bytes, bytes]]]:
         """Return the server's time in ms and the fields of hashes in one slot, read in one round trip.
 
@@ -313,10 +313,10 @@ class RedisCalls:
         state than the one before, and the time is read last.
 
         Raises:
-            Oversized: all replies together have more than `most_bytes`.
+            Oversized: all replies together have more than `max_bytes`.
         """
         cluster_slots.one_slot(keys)
-        *flat, time = await self.at_one_node([*(("HGETALL", key) for key in keys), ("TIME",)], keys[0], most_bytes)
+        *flat, time = await self.at_one_node([*(("HGETALL", key) for key in keys), ("TIME",)], keys[0], max_bytes)
         return unix_ms(time), list(map(pairs, flat))
 
     async def sift(self, key: str, name_bytes: int, value_bytes: int) -> tuple[dict[bytes, bytes], int]:
@@ -342,15 +342,15 @@ class RedisCalls:
         return gone
 
     async def at_one_node(
-        self, commands: Sequence[Sequence[Any]], key: str | None, most_bytes: int = zero_copy.ANY_SIZE
+        self, commands: Sequence[Sequence[Any]], key: str | None, max_bytes: int = zero_copy.ANY_SIZE
     ) -> list[Any]:
         """Send commands to the node that has a key in one round trip; return raw replies or raise the first error.
 
         Raises:
-            Oversized: all replies together have more than `most_bytes`.
+            Oversized: all replies together have more than `max_bytes`.
         """
         async with self.call("control", BUS_TIMES.call_s, key) as client:
-            replies = await zero_copy.send(client, commands, most_bytes)
+            replies = await zero_copy.send(client, commands, max_bytes)
         self.notice(replies, key)
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, Exception):
@@ -388,10 +388,10 @@ class RedisCalls:
         if self.nodes.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
             return await self._read_slots(slots, limit, block_s, away)
         command, lane = self.xread(cursors, limit, block_s, "control")
-        most_bytes = zero_copy.ANY_SIZE if value_bytes is None else MOST_READ_BYTES
+        max_bytes = zero_copy.ANY_SIZE if value_bytes is None else MAX_READ_BYTES
         try:
             async with self.call(lane, BUS_TIMES.call_s + block_s, next(iter(cursors))) as client:
-                return _entries(await zero_copy.ask(client, command, most_bytes))
+                return _entries(await zero_copy.ask(client, command, max_bytes))
         except Oversized:
             return _entries(await self.script("read_cut", list(cursors), limit, value_bytes, *cursors.values()))
 

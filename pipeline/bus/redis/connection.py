@@ -69,14 +69,14 @@ class RedisConnection(Connection):
             raise BusUnavailable(f"{key} disappeared right after it was set")
         return bytes(holds)
 
-    async def _claim(self, key: str, nonce: str | bytes, ttl_s: float, most_s: float | None = None) -> bool:
+    async def _claim(self, key: str, nonce: str | bytes, ttl_s: float, max_s: float | None = None) -> bool:
         """Take an expiring key, or prolong it under the same nonce; return whether it is held.
 
-        most_s: if another's claim would last longer than this, or never expires, it is shortened to `ttl_s`. None:
+        max_s: if another's claim would last longer than this, or never expires, it is shortened to `ttl_s`. None:
             `ttl_s` is the limit.
         """
-        (answer,) = await self._claim_all([key], nonce, ttl_s, most_s or ttl_s)
+        (answer,) = await self._claim_all([key], nonce, ttl_s, max_s or ttl_s)
         return held(answer)
 
-    async def _claim_all(self, keys: Sequence[str], nonce: str | bytes, ttl_s: float, most_s: float) -> list[Any]:
-        return await self._redis.script("claim", keys, nonce, to_ms(ttl_s), to_ms(most_s), lane="leases")
+    async def _claim_all(self, keys: Sequence[str], nonce: str | bytes, ttl_s: float, max_s: float) -> list[Any]:
+        return await self._redis.script("claim", keys, nonce, to_ms(ttl_s), to_ms(max_s), lane="leases")

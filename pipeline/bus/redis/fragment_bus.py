@@ -13,7 +13,7 @@ import msgpack
 import redis.exceptions as rx
 
 from diloco.pipeline.bus import schema
-from diloco.pipeline.bus.commits import MOST_HEADERS, Commit, Refusal, Republication
+from diloco.pipeline.bus.commits import MAX_HEADERS, Commit, Refusal, Republication
 from diloco.pipeline.bus.ports import (
     START,
     FragmentLeases,
@@ -34,7 +34,7 @@ from diloco.pipeline.errors import BadMessage, BusUnavailable, NotPermitted, Ove
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
-from diloco.pipeline.messages.wire import MAX_NAME_CHARS, MOST_LEASE_S
+from diloco.pipeline.messages.wire import MAX_LEASE_S, MAX_NAME_CHARS
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 
 # Keys that one call of a script names at most.
@@ -269,11 +269,11 @@ class RedisFragmentLeases(RedisConnection, FragmentLeases):
         # Batches being collected: (group, nonce, ttl, most) -> lease key -> the futures of its callers.
         self._asked: dict[tuple[int, str, float, float], dict[str, list[asyncio.Future[Any]]]] = {}
 
-    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, most_s: float = MOST_LEASE_S) -> bool:
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, max_s: float = MAX_LEASE_S) -> bool:
         # Requests made in the same iteration of the event loop go in one call. The first caller leads the batch: it
         # sends the call and resolves the others' futures. With a call for each lease, a busy syncer with many leases
         # would lose some while their calls wait for a turn.
-        at, key = (self.keys.group(fragment), nonce, ttl_s, most_s), self.keys.lease(fragment)
+        at, key = (self.keys.group(fragment), nonce, ttl_s, max_s), self.keys.lease(fragment)
         leads = at not in self._asked
         asked = self._asked.setdefault(at, {})
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -285,7 +285,7 @@ class RedisFragmentLeases(RedisConnection, FragmentLeases):
                     await asyncio.sleep(0)  # lets the other callers of this iteration join the batch
                 finally:
                     del self._asked[at]
-                answers = await self._claim_all(list(asked), nonce, ttl_s, most_s)
+                answers = await self._claim_all(list(asked), nonce, ttl_s, max_s)
             finally:
                 # Also if the leader fails or is cancelled: then `answers` is empty, and the others get None.
                 for callers, found in zip_longest(asked.values(), answers):
@@ -399,7 +399,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         if refusal.cut:
             (field,) = map(schema.refused_field, refusal.counts())
             key = step.place(self.keys.deltas(fragment, refusal.cut))
-            step.fields["cut"] = {"key": key, "keep": MOST_HEADERS, "field": field}
+            step.fields["cut"] = {"key": key, "keep": MAX_HEADERS, "field": field}
         await self._redis.script("refuse", *step.call())
 
     async def write_window(

@@ -25,7 +25,7 @@ from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Wanted
-from diloco.pipeline.messages.wire import MOST_LEASE_S, Message
+from diloco.pipeline.messages.wire import MAX_LEASE_S, Message
 from diloco.pipeline.payload.codec import decode, encode
 
 T = TypeVar("T", bound=Message)
@@ -50,7 +50,7 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
         return spec
 
     async def offer_wanted(self, wanted: Wanted, ttl_s: float) -> Wanted:
-        if await self._claim(self.keys.wanted, encode(wanted), ttl_s, MOST_LEASE_S):
+        if await self._claim(self.keys.wanted, encode(wanted), ttl_s, MAX_LEASE_S):
             return wanted
         return await self.read_wanted() or wanted
 
@@ -117,7 +117,7 @@ class RedisReports(RedisConnection, Reports):
         """Return the server's time in ms, the reports, and their arrival times."""
         try:
             now_ms, (reports, seen) = await self._redis.timed_hashes(
-                self.keys.learners, self.keys.seen, most_bytes=self._most_bytes
+                self.keys.learners, self.keys.seen, max_bytes=self._max_bytes
             )
             return now_ms, reports, seen
         except Oversized:
@@ -130,9 +130,9 @@ class RedisReports(RedisConnection, Reports):
             return unix_ms(time), reports, seen
 
     @property
-    def _most_bytes(self) -> int:
+    def _max_bytes(self) -> int:
         """Size limit of a reply with reports: the largest that an acceptable number of reports can have."""
-        return stored_reports.reports_bytes(stored_reports.MOST_REPORTS, self._fragments) + AROUND_BYTES
+        return stored_reports.reports_bytes(stored_reports.MAX_REPORTS, self._fragments) + AROUND_BYTES
 
     async def _without_surplus(
         self, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], large: Collection[bytes]
@@ -153,7 +153,7 @@ class RedisReports(RedisConnection, Reports):
             kept = {name: blob for name, blob in kept.items() if name not in gone}
         await self._redis.delete(self.keys.learners, gone)
         # Read the names again: a report may have come between the reads of the two hashes, and its time must stay.
-        (names,) = await self._redis.at_one_node([("HKEYS", self.keys.learners)], self.keys.learners, self._most_bytes)
+        (names,) = await self._redis.at_one_node([("HKEYS", self.keys.learners)], self.keys.learners, self._max_bytes)
         await self._redis.delete(self.keys.seen, seen.keys() - set(names))
         if gone:
             self._warn("reports_dropped", reports=len(gone), kept=len(kept), detail=REPORTS_DROPPED)
@@ -247,8 +247,8 @@ class RedisMomentsExchange(RedisConnection, MomentsExchange):
 
     async def read_moments(self) -> MomentsBoard:
         keys = [self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer]
-        most_bytes = MomentsWish.max_bytes, MomentsOffer.max_bytes
-        found = await self._redis.script("read_moments", keys, to_ms(BUS_TIMES.moments_ttl_s), *most_bytes)
+        max_bytes = MomentsWish.max_bytes, MomentsOffer.max_bytes
+        found = await self._redis.script("read_moments", keys, to_ms(BUS_TIMES.moments_ttl_s), *max_bytes)
         return schema.moments_board(*found)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:

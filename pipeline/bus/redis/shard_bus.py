@@ -58,7 +58,7 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
         await self._redis.script("release_shards", self._queue[:1], consumer)
 
     async def read_shards(self) -> ShardQueue:
-        most = schema.MOST_OPEN_SHARDS
+        most = schema.MAX_OPEN_SHARDS
         epochs, entries, positions = await self._redis.script("read_shards", self._queue, most)
         found = ((at.decode(), fields[1]) for at, fields in entries)
         return schema.shard_queue(schema.shard_count(epochs), found, pairs(positions))

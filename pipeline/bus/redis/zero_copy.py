@@ -23,7 +23,7 @@ Argument = str | bytes | int | float | ChunkParts
 
 # Initial size of a reply's buffer, which grows if the reply does not fit.
 ROOM_BYTES = 4 * 2**20 + 64 * 2**10
-_LEAST_ROOM = _READ_BYTES = 64 * 2**10
+_MIN_ROOM = _READ_BYTES = 64 * 2**10
 # No limit, for replies whose size only syncers influence.
 ANY_SIZE = 2**62
 # Array members that one stream entry adds to a reply: the entry, its id, its fields, a field's name and its value.
@@ -57,19 +57,19 @@ def pack(arguments: Sequence[Argument]) -> list[Part]:
     return [*pieces, bytes(text)]
 
 
-async def send(client: Redis, commands: Iterable[Sequence[Argument]], most_bytes: int = ANY_SIZE) -> list[Any]:
+async def send(client: Redis, commands: Iterable[Sequence[Argument]], max_bytes: int = ANY_SIZE) -> list[Any]:
     """Send several commands in one round trip; return their replies, errors included.
 
     Raises:
         ConnectionError: the connection was lost.
-        TooMuch: all replies together have more than `most_bytes`.
+        TooMuch: all replies together have more than `max_bytes`.
     """
     made = [pack(command) for command in commands]
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
     writer = connection._writer
     try:
         await connection.send_packed_command([part for pieces in made for part in pieces])
-        replies = await _replies(connection, len(made), most_bytes)
+        replies = await _replies(connection, len(made), max_bytes)
     except BaseException:
         if writer is not None:  # redis-py may have closed it already, but a plain close still flushes unsent data
             writer.transport.abort()
@@ -80,9 +80,9 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]], most_bytes
     return replies
 
 
-async def _replies(connection: AbstractConnection, count: int, most_bytes: int) -> list[Any]:
+async def _replies(connection: AbstractConnection, count: int, max_bytes: int) -> list[Any]:
     """Read replies with hiredis as redis-py does, but with a limit on their size."""
-    stream, left, replies = connection._reader, most_bytes, list[Any]()
+    stream, left, replies = connection._reader, max_bytes, list[Any]()
     reader = hiredis.Reader(protocolError=rx.InvalidResponse, replyError=connection._parser.parse_error)
     while len(replies) < count:
         reply = reader.gets()
@@ -96,35 +96,35 @@ async def _replies(connection: AbstractConnection, count: int, most_bytes: int) 
             raise rx.ConnectionError("connection closed")
         left -= len(data)
         if left < 0:
-            raise TooMuch(f"not a reply: more than {most_bytes} bytes")
+            raise TooMuch(f"not a reply: more than {max_bytes} bytes")
         reader.feed(data)
     return replies
 
 
-async def ask(client: Redis, command: Sequence[Argument], most_bytes: int = ANY_SIZE) -> Any:
+async def ask(client: Redis, command: Sequence[Argument], max_bytes: int = ANY_SIZE) -> Any:
     """Send one command and return its raw reply; it does less work per call than redis-py's `execute_command`.
 
     Raises:
         ResponseError: the reply is an error.
         ConnectionError, TooMuch: see `send`.
     """
-    (reply,) = await send(client, (command,), most_bytes)
+    (reply,) = await send(client, (command,), max_bytes)
     if isinstance(reply, Exception):
         raise reply
     return reply
 
 
-async def receive(client: Redis, command: Sequence[Argument], most_bytes: int, most_values: int) -> list[memoryview]:
+async def receive(client: Redis, command: Sequence[Argument], max_bytes: int, max_values: int) -> list[memoryview]:
     """Send a command; return all strings of its reply, flattened, as views of one buffer; none if the reply is nil.
 
     Raises:
         ResponseError: the reply is an error.
         ConnectionError: the connection was lost.
-        TooMuch: the reply has more than `most_bytes`, or more than `most_values` members of arrays.
+        TooMuch: the reply has more than `max_bytes`, or more than `max_values` members of arrays.
     """
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
     try:
-        return await _exchange(connection, b"".join(pack(command)), most_bytes, most_values)
+        return await _exchange(connection, b"".join(pack(command)), max_bytes, max_values)
     except rx.ResponseError:
         raise
     except BaseException:
@@ -148,13 +148,13 @@ async def drop_all(pool: ConnectionPool) -> None:
 
 
 async def _exchange(
-    connection: AbstractConnection, command: bytes, most_bytes: int, most_values: int
+    connection: AbstractConnection, command: bytes, max_bytes: int, max_values: int
 ) -> list[memoryview]:
     if connection._writer is None:
         raise rx.ConnectionError("connection lost before the command was sent")
     transport: Any = connection._writer.transport  # redis-py has no public access to it
     usual = transport.get_protocol()
-    reply = Reply(usual, most_bytes=most_bytes, most_values=most_values)
+    reply = Reply(usual, max_bytes=max_bytes, max_values=max_values)
     # The transport writes into the buffer of its current protocol. So for one reply, our protocol replaces redis-py's
     # StreamReader, which would copy the data. Reading is paused during each swap, and the command is sent only
     # afterwards, so no byte of the reply reaches the wrong protocol.
@@ -183,24 +183,24 @@ class Reply(asyncio.BufferedProtocol):
         self,
         usual: asyncio.BaseProtocol,
         room_bytes: int = ROOM_BYTES,
-        most_bytes: int = ANY_SIZE,
-        most_values: int = ANY_SIZE,
+        max_bytes: int = ANY_SIZE,
+        max_values: int = ANY_SIZE,
     ) -> None:
         """Expect the reply to one command.
 
         Args:
             usual: the connection's protocol before and afterwards; it is notified if the connection is lost.
             room_bytes: initial size of the buffer.
-            most_bytes: a longer reply is refused.
-            most_values: limit on the members of all arrays together; each costs time and memory, however short it is.
+            max_bytes: a longer reply is refused.
+            max_values: limit on the members of all arrays together; each costs time and memory, however short it is.
         """
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = False
         self._usual = usual
         self._room, self._room_bytes = memoryview(b""), room_bytes  # allocated on arrival: a waiting read holds none
         self._filled = self._at = self._needed = 0
-        self._due, self._most = 1, most_bytes  # number of values still to parse; limit on all bytes
-        self._members = most_values  # number of members that arrays may still announce
+        self._due, self._max_bytes = 1, max_bytes  # number of values still to parse; limit on all bytes
+        self._members = max_values  # number of members that arrays may still announce
         self._strings: list[tuple[int, int]] = []
         self._error = ""
 
@@ -217,7 +217,7 @@ class Reply(asyncio.BufferedProtocol):
     # --- called by the transport ----------------------------------------------------------------------
     @override
     def get_buffer(self, sizehint: int) -> memoryview:
-        if len(self._room) - self._filled < _LEAST_ROOM:
+        if len(self._room) - self._filled < _MIN_ROOM:
             self._grow(2 * len(self._room) or self._room_bytes)
         return self._room[self._filled :]
 
@@ -227,8 +227,8 @@ class Reply(asyncio.BufferedProtocol):
         try:
             if self._filled >= self._needed:
                 self._parse()
-            if self._filled > self._most:
-                raise TooMuch(f"not a reply: more than {self._most} bytes")
+            if self._filled > self._max_bytes:
+                raise TooMuch(f"not a reply: more than {self._max_bytes} bytes")
         except TooMuch as error:
             self._finish(error)
         except ValueError as error:  # int() of something that is no length: the peer is no Redis
@@ -267,11 +267,11 @@ class Reply(asyncio.BufferedProtocol):
                 size = int(text)
                 stop = after + max(0, size) + (2 if size >= 0 else 0)
                 self._needed = stop
-                if stop > self._most:
-                    raise TooMuch(f"not a reply: more than {self._most} bytes, with a string of {size}")
+                if stop > self._max_bytes:
+                    raise TooMuch(f"not a reply: more than {self._max_bytes} bytes, with a string of {size}")
                 if stop > self._filled:
                     if stop > len(self._room):
-                        self._grow(stop + _LEAST_ROOM)
+                        self._grow(stop + _MIN_ROOM)
                     return
                 if size >= 0:
                     self._strings.append((after, after + size))

@@ -38,7 +38,7 @@ AGAIN_S = 10.0
 # The server's own state is read at most this often.
 INFO_S = 2.0
 # The most entries of a stream in one poll. The next polls read the rest.
-MOST_READ = 50_000
+MAX_READ = 50_000
 # Drawing this many entries would block the event loop noticeably, so it is done in a thread.
 MANY = 2000
 # Updates kept for pages that reconnect. A page that has missed more gets a snapshot.
@@ -251,7 +251,7 @@ class RunReader:
             self._tape, self._cursors = dict.fromkeys(self._tape), dict.fromkeys(self._cursors, START)
             self._evaluation, self._told, self._anew = None, NOTHING_TOLD, True
         tape, records = dict(self._tape), list[TapeRecord]()
-        while len(records) < MOST_READ and tape:
+        while len(records) < MAX_READ and tape:
             entries = await bus.read_tape({p: START if one is None else one.entry_id for p, one in tape.items()})
             for entry in entries:
                 tape[entry.group] = entry
@@ -319,7 +319,7 @@ class RunReader:
 
     async def _news(self, stream: str, read: Callable[..., Awaitable[list[Entry]]]) -> tuple[list[Entry], str]:
         at, found = self._cursors[stream], list[Entry]()
-        while len(found) < MOST_READ and (more := await read(at)):
+        while len(found) < MAX_READ and (more := await read(at)):
             at = more[-1][0]
             found += more
         return found, at

@@ -103,13 +103,13 @@ def draw_record(times: Sequence[Timeline], record: TapeRecord, shown: "Shown", n
 class Shown:
     """The learners and fragments that have a lane: the first ones, up to a bound."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_lanes: int) -> None:
+        self._max_lanes = max_lanes
         self._learners: dict[str, None] = {}
 
     def learner(self, name: str) -> bool:
         """Return whether a learner has a lane, and give it one if there is room."""
-        if name not in self._learners and len(self._learners) < self._most:
+        if name not in self._learners and len(self._learners) < self._max_lanes:
             self._learners[name] = None
         return name in self._learners
 
@@ -119,7 +119,7 @@ class Shown:
 
     def fragment(self, number: int) -> bool:
         """Return whether a fragment has a strip."""
-        return number < self._most
+        return number < self._max_lanes
 
 
 class LearnerLife:

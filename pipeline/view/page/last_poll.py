@@ -13,7 +13,7 @@ from diloco.pipeline.view.status import LearnerStatus, is_missed, present
 # A learner that was silent for longer is left out: each container brings a new name, and the names would pile up.
 SHOWN_S = 600.0
 # At most this many are listed, the ones heard from last. Counts include all learners.
-MOST_LEARNERS = 1024
+MAX_LISTED = 1024
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Reading:
             return []
         there = present(self.poll.status["learners"])
         found = [one for one in there if (one["live"] or is_missed(one)) and one["age_s"] < SHOWN_S]
-        return sorted(found, key=lambda one: one["age_s"])[:MOST_LEARNERS]
+        return sorted(found, key=lambda one: one["age_s"])[:MAX_LISTED]
 
     def counted(self) -> dict[str, int]:
         """Return how many learners are live, silent (however long ago), or left."""

@@ -23,9 +23,9 @@ from diloco.pipeline.view.status import LearnerStatus, Status, present, speed
 # Bucket length in seconds: of the last minutes, always; of the whole run, at first.
 FINE_S, COARSE_S = 0.5, 0.25
 # The most learners, and the most fragments, with a lane. Sums include all.
-MOST_LANES = 512
-MOST_MARKS = 400
-MOST_LOSSES = 2000
+MAX_LANES = 512
+MAX_MARKS = 400
+MAX_LOSSES = 2000
 # Of a run that claims to have begun earlier, only this much is drawn.
 OLDEST_S = 400 * 86400.0
 # Events that are marked on the page, with their labels.
@@ -80,9 +80,9 @@ class PageModel:
         self._run, self._way = run, way or Way()
         self._times: tuple[Timeline, Timeline] | None = None
         """Timelines of the last minutes and of the whole run."""
-        self._shown, self._lives = Shown(MOST_LANES), dict[str, LearnerLife]()
+        self._shown, self._lives = Shown(MAX_LANES), dict[str, LearnerLife]()
         self._windows: dict[int, WindowLife] = {}
-        self._marks: deque[Model] = deque(maxlen=MOST_MARKS)
+        self._marks: deque[Model] = deque(maxlen=MAX_MARKS)
         self._losses: list[tuple[float, int, float]] = []
         self._refused: Counter[str] = Counter()
         """Since the last merge."""
@@ -130,7 +130,7 @@ class PageModel:
         for event in poll.events:
             if event.name in NAMES:
                 self._mark(min(event.unix_s, now_s), NAMES[event.name], event.who, event.detail)
-                if event.name in ENDS and len(self._ended_s) < MOST_LANES:
+                if event.name in ENDS and len(self._ended_s) < MAX_LANES:
                     self._ended_s[event.who] = now_s
         self._take_losses(poll.evaluations, now_s)
         learners = self._draw_learners(status, now_s)
@@ -151,7 +151,7 @@ class PageModel:
             "fragments": _fragments(status, now_s),
             "syncers": [
                 {"id": one["id"], "leads": one["leads"], "fragments": len(one["fragments"])}
-                for one in status["syncers"][:MOST_LANES]
+                for one in status["syncers"][:MAX_LANES]
             ],
         }
 
@@ -236,7 +236,7 @@ class PageModel:
                 point = (round(min(one.unix_s, now_s), 2), one.tokens, one.loss)
                 self._losses.append(point)
                 self._new_losses.append(point)
-        if len(self._losses) > MOST_LOSSES:
+        if len(self._losses) > MAX_LOSSES:
             self._losses = self._losses[-1::-2][::-1]
             self._losses_anew = True
 
@@ -335,7 +335,7 @@ def _learner(learner: LearnerStatus, does: Of, behind: int, lives: int, now_s: f
 def _fragments(status: Status, now_s: float) -> Model:
     owners = {p: one["id"] for one in status["syncers"] for p in one["fragments"]}
     rows: Model = {}
-    for fragment in status["fragments"][:MOST_LANES]:
+    for fragment in status["fragments"][:MAX_LANES]:
         window = fragment["window"]
         left_s = window["deadline_in_s"]
         rows[str(fragment["id"])] = {

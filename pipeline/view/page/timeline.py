@@ -9,14 +9,14 @@ import math
 from base64 import b64encode
 from typing import Any
 
-MOST_BUCKETS = 1200
+MAX_BUCKETS = 1200
 
 
 class Timeline:
     """Lanes and series. All times are Unix times; anything before the first kept bucket is dropped."""
 
-    def __init__(self, begin_s: float, step_s: float, sliding: bool, most: int = MOST_BUCKETS) -> None:
-        self.step_s, self._sliding, self._most = step_s, sliding, most
+    def __init__(self, begin_s: float, step_s: float, sliding: bool, max_buckets: int = MAX_BUCKETS) -> None:
+        self.step_s, self._sliding, self._max_buckets = step_s, sliding, max_buckets
         self.first = math.floor(begin_s / step_s)
         """Number of the first bucket that is kept. Bucket n begins at n * `step_s`."""
         self.lanes: dict[str, bytearray] = {}
@@ -68,16 +68,16 @@ class Timeline:
 
     def _number(self, unix_s: float) -> int:
         """Return the number of the bucket at a time, after making room for it."""
-        while (number := math.floor(unix_s / self.step_s)) - self.first >= self._most:
+        while (number := math.floor(unix_s / self.step_s)) - self.first >= self._max_buckets:
             if self._sliding:
-                self._slide(number - self.first - self._most + 1)
+                self._slide(number - self.first - self._max_buckets + 1)
             else:
                 self._double()
         return number
 
     def _slide(self, count: int) -> None:
         """Drop the oldest buckets, a few more than necessary, so that this is not needed at every step."""
-        count += self._most // 20
+        count += self._max_buckets // 20
         self.first += count
         for cells in self.lanes.values():
             del cells[:count]

@@ -16,10 +16,10 @@ from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, i
 
 # Shorter silences of a server are not mentioned.
 AWAY_S = 3.0
-LEAST_PATIENCE_S = 10.0
+MIN_PATIENCE_S = 10.0
 # If nothing was merged for this many rounds, something is wrong.
 ROUNDS = 3
-MOST_NAMED = 3
+MAX_NAMED = 3
 # Prefix of the warning of `pacing.slow_merges`.
 SLOW = "merges are too slow"
 
@@ -77,7 +77,7 @@ def patience_s(status: Status) -> float:
     """Return how long a run may go without a merge: some rounds of the median learner at the longest interval."""
     steps = [one["step_s"] for one in status["learners"] if one["live"] and one["step_s"]]
     interval = max((one["interval"] for one in status["fragments"]), default=0)
-    return max(LEAST_PATIENCE_S, ROUNDS * interval * median(steps) if steps else 0.0)
+    return max(MIN_PATIENCE_S, ROUNDS * interval * median(steps) if steps else 0.0)
 
 
 def verdict(status: Status | None, beside: Beside) -> Verdict:
@@ -278,8 +278,8 @@ def _learners(count: int, one: str = "trains", more: str = "train") -> str:
 def _silent(learners: Sequence[LearnerStatus]) -> str:
     """Return for example 'learner-1 (silent for 0:12) and 2 more'."""
     gone = [f"{one['id']} (silent for {_time(one['age_s'])})" for one in learners if is_missed(one)]
-    named = ", ".join(gone[:MOST_NAMED])
-    return named if len(gone) <= MOST_NAMED else f"{named} and {len(gone) - MOST_NAMED} more"
+    named = ", ".join(gone[:MAX_NAMED])
+    return named if len(gone) <= MAX_NAMED else f"{named} and {len(gone) - MAX_NAMED} more"
 
 
 def _time(seconds: float) -> str:

@@ -426,7 +426,7 @@ def _floor(
     """What the bytes of a round take at least, now, on this machine; what that says of the round."""
     before = cpu_s(redis_pid) if redis_pid else 0.0
     rates = floor.rates(url, case.chunk_bytes, case.into_bytes, case.out_bytes, benchmark)
-    redis_least = cpu_s(redis_pid) - before if redis_pid else 0.0
+    redis_min_s = cpu_s(redis_pid) - before if redis_pid else 0.0
     copied = memory.rate()
     traffic = floor.merge_traffic(int(case.elements), case.learners, ITEM[case.wire], case.momentum > 0)
     least = case.into_bytes / rates.into + case.out_bytes / rates.out + traffic / copied
@@ -438,4 +438,4 @@ def _floor(
         "memory_gb_s": copied / 1e9,
         "fresh_page_us": machine.fresh_page_us(),
     }
-    return found | ({"redis_cpu_ratio": one["redis_cpu_s"] / redis_least} if redis_pid else {})
+    return found | ({"redis_cpu_ratio": one["redis_cpu_s"] / redis_min_s} if redis_pid else {})

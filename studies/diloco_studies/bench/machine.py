@@ -71,7 +71,7 @@ def need_memory(needed: float, what: str) -> None:
 
 # --- its state, beside which figures of the code are read ---------------------------------------------------
 
-MOST_TAKEN = 0.1
+MAX_TAKEN = 0.1
 """Share of all cores that others may take in rounds before it is said."""
 DEAR_PAGE_US = 4.0
 """A page of fresh memory that costs more CPU time than this says that the kernel, or the host of a virtual machine, has
@@ -120,7 +120,7 @@ def unusual(found: Mapping[str, Spread]) -> list[str]:
     """What in the machine's own figures says that it, and not the code, makes the others what they are."""
     said = []
     for name, who in (("others_share", "other processes"), ("steal_share", "the host of this machine")):
-        if name in found and (share := found[name]["median"]) > MOST_TAKEN:
+        if name in found and (share := found[name]["median"]) > MAX_TAKEN:
             said.append(f"{who} took {share:.0%} of its cores")
     if "fresh_page_us" in found and (price := found["fresh_page_us"]["max"]) > DEAR_PAGE_US:
         said.append(f"a page of fresh memory cost up to {price:.2g} us")

@@ -15,7 +15,7 @@ from diloco_studies.goodput.constants import DAY_S, Constants
 from diloco_studies.goodput.traces import Floats, read_trace
 
 _CHECKED_POINTS = 20_000
-MOST_TIMES = 3_000_000
+MAX_TIMES = 3_000_000
 """Of one job and seed: they take a gigabyte."""
 
 
@@ -48,10 +48,10 @@ def times_of(rate_per_s: float, duration_s: float, rng: np.random.Generator) -> 
     Raises:
         UsageError: there would be too many.
     """
-    if rate_per_s * duration_s > MOST_TIMES:
+    if rate_per_s * duration_s > MAX_TIMES:
         raise UsageError(
             f"{rate_per_s * duration_s:.2g} interruptions in {duration_s / DAY_S:g} days are more than a seed can have "
-            f"({MOST_TIMES:,}): take fewer days or chips, or a longer mean time between them"
+            f"({MAX_TIMES:,}): take fewer days or chips, or a longer mean time between them"
         )
     times: Floats = rng.uniform(0.0, duration_s, rng.poisson(rate_per_s * duration_s))
     times.sort()

@@ -20,7 +20,7 @@ from diloco.pipeline.wrong_values import format_problem
 from diloco.workers.trainer.models.sizes import SIZES
 from diloco_studies.quality.settings import PRESETS, USUAL, LabRun
 
-MOST_RUNS = 10_000
+MAX_RUNS = 10_000
 SKELETON = """\
 question = "Which outer optimizer?"    # title of the report; only the names of the variants are required
 reference = "data-parallel"            # the variant to compare with
@@ -144,8 +144,8 @@ def _rows(path: Path, variant: str, given: Mapping[str, Any], above: int) -> Ite
             raise UsageError(f"{where}: {name}={wrong[0]!r}: give one value, or a plain list of values to sweep")
     swept = {name: value for name, value in given.items() if isinstance(value, list) and name != "seed"}
     seeds = given["seed"] if isinstance(given.get("seed"), list) else [given.get("seed", 0)]
-    if above + math.prod(map(len, swept.values())) * len(seeds) > MOST_RUNS:
-        raise UsageError(f"{path}: more than {MOST_RUNS} runs; make the sweeps smaller")
+    if above + math.prod(map(len, swept.values())) * len(seeds) > MAX_RUNS:
+        raise UsageError(f"{path}: more than {MAX_RUNS} runs; make the sweeps smaller")
     for values in itertools.product(*swept.values()):
         chosen = dict(zip(swept, values, strict=True))
         runs = [_lab_run(where, {**given, **chosen, "seed": seed}) for seed in dict.fromkeys(seeds)]

@@ -20,9 +20,9 @@ FOLDER = Path("packages-text")
 """Where `diloco lab packages` writes if nobody says otherwise."""
 STDLIB = "python"
 """Name of Python's own source text among packages."""
-LEAST_FILE = 200
+MIN_FILE = 200
 """Bytes: shorter files are mostly lists of imports."""
-MOST = 1_000_000
+MAX_CHARS = 1_000_000
 """Bytes of a package: of a larger one as many files, drawn by their names, as have room."""
 COPIES = {"_vendor", "_vendored", "vendor", "vendored"}
 """Folders with copies of other packages, often with other imports, so that they are not found to be copies."""
@@ -60,7 +60,7 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
     for name, paths in [(STDLIB, list(own)), *_of_packages(distributions() if found is None else found)]:
         kept, size = dict[str, bytes](), 0
         for place, path in sorted(paths, key=lambda one: xxhash.xxh3_64_digest(one[0].rpartition("/")[2].encode())):
-            if (text := _text(path)) is None or size + len(text) > MOST:
+            if (text := _text(path)) is None or size + len(text) > MAX_CHARS:
                 continue
             if (one := xxhash.xxh3_128_digest(text)) in seen:
                 corpus.again += 1
@@ -132,4 +132,4 @@ def _text(path: Path) -> bytes | None:
         data.decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    return data if len(data) >= LEAST_FILE and BOUNDARY not in data else None
+    return data if len(data) >= MIN_FILE and BOUNDARY not in data else None

@@ -19,7 +19,7 @@ from diloco.workers.trainer.models.sizes import SIZES
 Method = Literal[RunMethod, "single"]
 VIT_SIZES = ("tiny", "small", "base")
 """Sizes of what tells classes of images apart; torch would be loaded to look them up."""
-LEAST_DONE = 0.01
+MIN_DONE = 0.01
 """Of the steps, where learners fail: with less, a run would have no end."""
 PATIENCE = 100
 """A run is given up after so many times what its steps take."""
@@ -146,7 +146,7 @@ class LabRun(BaseModel):
         if self.decoupled and dense and self.fragments > (tensors := SIZES[self.model].tensors):
             raise ValueError(f"fragments={self.fragments} of the {tensors} tensors of model={self.model!r}")
         fails = self.fail_every_s is not None and self.method != "single"
-        if fails and (done := self._steps_done()) < LEAST_DONE:
+        if fails and (done := self._steps_done()) < MIN_DONE:
             raise ValueError(
                 f"fail_every_s={self.fail_every_s:g}: with {self.learners} learners, steps of {self.step_s:g} s and "
                 f"{self.fail_down_s:g} s until one is back, one step of {1 / max(done, 1e-99):.3g} would be done"

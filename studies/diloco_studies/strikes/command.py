@@ -43,7 +43,7 @@ from diloco_studies.strikes.telling import one_error
 
 Report = dict[str, Any]
 
-MOST_TOKENS_PER_S = 200_000
+MAX_TOKENS_PER_S = 200_000
 """More than this machine trains, so that time ends the run; the budget is this for each second."""
 LONGER = 4.0
 """The undisturbed run may take so many times as long as the struck one."""
@@ -89,7 +89,7 @@ def prepared(settings: ChaosProcess, for_: str) -> tuple[ChaosProcess, float]:
         raise UsageError(f"--for {for_!r}: at least 1s")
     if sys.platform != "linux":
         raise UsageError("`diloco chaos` needs Linux: it starts processes by forking, and looks for them in /proc")
-    update: dict[str, Any] = {"tokens": settings.tokens or round(for_s * MOST_TOKENS_PER_S), "log_losses": True}
+    update: dict[str, Any] = {"tokens": settings.tokens or round(for_s * MAX_TOKENS_PER_S), "log_losses": True}
     settings = with_preset(settings)
     if settings.redis != "one" and "kill" not in settings.model_fields_set:
         update["kill"] = f"learner:3s,syncer:7s,{Party.PRIMARY}:20s"

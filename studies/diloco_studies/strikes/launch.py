@@ -20,7 +20,7 @@ from diloco_studies.strikes.proxy import Proxy
 
 T = TypeVar("T")
 
-MOST_ENDINGS = 5
+MAX_ENDINGS = 5
 """A process that ends by itself more often than this is not started again: the run is given up."""
 READ_S = 30.0
 """Time to read what is left on the bus."""
@@ -78,7 +78,7 @@ class StruckLauncher(Launcher):
             if not training and child.status == 0:
                 child.reported = True
                 continue
-            often = sum(ending.name == child.name for ending in self.endings) >= MOST_ENDINGS
+            often = sum(ending.name == child.name for ending in self.endings) >= MAX_ENDINGS
             if training and (often or not self.under_way.is_set()):
                 raise ChildDied(child.obituary())
             self._note_ending(child)

@@ -264,7 +264,7 @@ def _evidence(
         chunks=chunk_count(elements, "fp32", settings.chunk_bytes),
         lives=settings.learners + killed.count(Party.LEARNER) + len(launcher.endings),
         syncer_lives=settings.syncers + killed.count(Party.SYNCER) + len(launcher.endings),
-        replaced=_most_within(sorted(one.unix_s for one in outcome.records if isinstance(one, Committed)), REPLACED_S),
+        replaced=_max_within(sorted(one.unix_s for one in outcome.records if isinstance(one, Committed)), REPLACED_S),
         shards=shards,
         groups=settings.groups or groups_on(Redis(settings.redis) is Redis.CLUSTER, len(layout.fragments)),
     )
@@ -286,7 +286,7 @@ def _evidence(
     )
 
 
-def _most_within(times_s: list[float], span_s: float) -> int:
+def _max_within(times_s: list[float], span_s: float) -> int:
     """Most of the times that lie within a span of this length."""
     most = first = 0
     for last, at in enumerate(times_s):

@@ -13,7 +13,7 @@ from enum import StrEnum
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.units import parse_duration
 
-LEAST_EVERY_S = 0.2
+MIN_EVERY_S = 0.2
 NOTHING = ("", "none")
 NEVER = "never"
 """Written for LENGTH: who is killed stays dead."""
@@ -140,8 +140,8 @@ def parse(manner: Manner, text: str, redis: Redis = Redis.ONE) -> list[Rule]:
             length_s = math.inf
         elif slash:
             length_s = _duration(flag, part, length)
-        if every_s < LEAST_EVERY_S:
-            raise UsageError(f"{flag} {part.strip()!r}: every {every} is too often; at least {LEAST_EVERY_S:g}s")
+        if every_s < MIN_EVERY_S:
+            raise UsageError(f"{flag} {part.strip()!r}: every {every} is too often; at least {MIN_EVERY_S:g}s")
         if any(rule.party == party for rule in rules):
             raise UsageError(f"{flag} names {party} twice: give each party once")
         rules.append(Rule(manner, Party(party), every_s, length_s))

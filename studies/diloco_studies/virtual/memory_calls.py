@@ -94,16 +94,16 @@ class MemoryCalls(Connection):
             self._set(key, value)
         return value if holds is None else holds
 
-    def _bound(self, key: str, most_s: float, ttl_s: float | None = None) -> None:
-        until_s = self.clock.now() + most_s
+    def _bound(self, key: str, max_s: float, ttl_s: float | None = None) -> None:
+        until_s = self.clock.now() + max_s
         if self.store.expiries.get(key, inf) > until_s:
-            self._expire(key, ttl_s or most_s)
+            self._expire(key, ttl_s or max_s)
 
-    async def _claim(self, key: str, nonce: str | bytes, ttl_s: float, most_s: float | None = None) -> bool:
+    async def _claim(self, key: str, nonce: str | bytes, ttl_s: float, max_s: float | None = None) -> bool:
         await self._turn()
         value = nonce.encode() if isinstance(nonce, str) else nonce
         if self._bytes(key) not in (None, value):
-            self._bound(key, most_s or ttl_s, ttl_s)
+            self._bound(key, max_s or ttl_s, ttl_s)
             return False
         self._set(key, value, ttl_s)
         return True

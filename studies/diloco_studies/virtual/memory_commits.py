@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from diloco.pipeline.bus import cluster_slots, schema
-from diloco.pipeline.bus.commits import MOST_HEADERS, Commit, Published, Refusal, Republication, Staged
+from diloco.pipeline.bus.commits import MAX_HEADERS, Commit, Published, Refusal, Republication, Staged
 from diloco.pipeline.bus.ports import OwnerWrites
 from diloco.pipeline.errors import BadMessage, HeadMoved, LeaseLost, PayloadIncomplete
 from diloco.pipeline.messages.head import WindowView
@@ -123,7 +123,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         await self._turn()
         head = self._owner_checks(fragment, refusal.nonce, *headers, *flooded)
         self._expect(fragment, head, refusal.expected)
-        surplus = [(key, at) for key in flooded for at in self._stream(key).ids[:-MOST_HEADERS]]
+        surplus = [(key, at) for key in flooded for at in self._stream(key).ids[:-MAX_HEADERS]]
         if flooded and not surplus:
             return
         counts = {schema.refused_field(r): len(surplus) or n for r, n in refusal.counts().items()}

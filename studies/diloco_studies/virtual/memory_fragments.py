@@ -18,7 +18,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, MOST_LEASE_S
+from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, MAX_LEASE_S
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 from diloco_studies.virtual.memory_calls import MemoryCalls
 
@@ -111,8 +111,8 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         for at in tape.ids[: bisect_left(tape.ids, limit)]:
             tape.delete(at)
 
-    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, most_s: float = MOST_LEASE_S) -> bool:
-        return await self._claim(self.keys.lease(fragment), nonce, ttl_s, most_s)
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, max_s: float = MAX_LEASE_S) -> bool:
+        return await self._claim(self.keys.lease(fragment), nonce, ttl_s, max_s)
 
     async def release_lease(self, fragment: int, nonce: str) -> None:
         await self._turn()

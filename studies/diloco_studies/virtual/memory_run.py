@@ -20,7 +20,7 @@ from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Wanted
-from diloco.pipeline.messages.wire import MOST_LEASE_S, Message
+from diloco.pipeline.messages.wire import MAX_LEASE_S, Message
 from diloco.pipeline.payload.codec import decode, encode
 from diloco_studies.virtual.memory_calls import MemoryCalls
 
@@ -42,7 +42,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         return self._bytes(self.keys.spec)
 
     async def offer_wanted(self, wanted: Wanted, ttl_s: float) -> Wanted:
-        if await self._claim(self.keys.wanted, encode(wanted), ttl_s, MOST_LEASE_S):
+        if await self._claim(self.keys.wanted, encode(wanted), ttl_s, MAX_LEASE_S):
             return wanted
         return await self.read_wanted() or wanted
 

@@ -124,9 +124,9 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
     async def read_shards(self) -> ShardQueue:
         await self._turn()
         stream, positions, epochs = self._queue()
-        if len(stream.ids) > schema.MOST_OPEN_SHARDS:
+        if len(stream.ids) > schema.MAX_OPEN_SHARDS:
             raise BadMessage(f"{self.keys.shards} holds a queue of too many entries")
-        if len(positions) > schema.MOST_OPEN_SHARDS:
+        if len(positions) > schema.MAX_OPEN_SHARDS:
             raise BadMessage(f"{self.keys.shard_positions} holds a hash of too many positions")
         return schema.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
 

@@ -25,12 +25,12 @@ _LETTERS = r"(?:[^\w\r\n]|_)?[^\W\d_]"
 # About the same words, and what stands between them, for Python's regular expressions.
 _PARTS = re.compile(rf"{_LETTERS}+|[\W\d_]+?(?={_LETTERS}|\Z)")
 # Number of different words that a vocabulary is trained on: the training takes about 1 KB of memory per word.
-MOST_WORDS = 2**17
+MAX_WORDS = 2**17
 # At least so many different words are used for each entry that is asked for.
 _WORDS_AN_ENTRY = 4
 # All bytes and the separator.
-LEAST_VOCAB = 257
-MOST_VOCAB = 2**24
+MIN_VOCAB = 257
+MAX_VOCAB = 2**24
 
 
 def train(texts: Iterable[str], vocab: int) -> Any:
@@ -51,7 +51,7 @@ def train(texts: Iterable[str], vocab: int) -> Any:
         initial_alphabet=before.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_of_few_words(texts, max(MOST_WORDS, _WORDS_AN_ENTRY * vocab)), trainer)
+    tokenizer.train_from_iterator(_of_few_words(texts, max(MAX_WORDS, _WORDS_AN_ENTRY * vocab)), trainer)
     return tokenizer
 
 
@@ -67,14 +67,14 @@ def _of_few_words(texts: Iterable[str], most: int) -> Iterator[str | list[str]]:
         held.append(text.encode())
         kept.update(_PARTS.findall(text))
         if len(kept) > 2 * most:
-            kept, dropped = _most_often(kept, most), True
+            kept, dropped = _most_frequent(kept, most), True
     if len(kept) > most:
-        kept, dropped = _most_often(kept, most), True
+        kept, dropped = _most_frequent(kept, most), True
     for text in map(bytes.decode, held):
         yield [part for part in _PARTS.findall(text) if part in kept] if dropped else text
 
 
-def _most_often(words: Counter[str], most: int) -> Counter[str]:
+def _most_frequent(words: Counter[str], most: int) -> Counter[str]:
     """Return the `most` most frequent words.
 
     A digest decides between equally frequent ones, so that they come from all over the texts.

@@ -97,7 +97,7 @@ def write_shards(
     separator: int,
     *,
     made_by: str | None = None,
-    most_tokens: int | None = None,
+    max_tokens: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
     part_done: Callable[[], None] = lambda: None,
     encoded: Callable[[int], None] = lambda tokens: None,
@@ -110,7 +110,7 @@ def write_shards(
         tokenizer: a tokenizer from `bpe.train` or `bpe.load`.
         separator: token after each document.
         made_by: digest of the file that the tokenizer was loaded from; None if it was trained.
-        most_tokens: stop after the document that reaches this number of tokens.
+        max_tokens: stop after the document that reaches this number of tokens.
         shard_tokens: tokens in a file.
         part_done: called after each part of the source.
         encoded: called with the number of tokens so far.
@@ -127,10 +127,10 @@ def write_shards(
         for one in bpe.encode(tokenizer, batch):
             (held_out if is_held_out(str(count)) else train).add([*one, separator])
             count, tokens = count + 1, tokens + len(one) + 1
-            if most_tokens is not None and tokens >= most_tokens:
+            if max_tokens is not None and tokens >= max_tokens:
                 break
         encoded(tokens)
-        if most_tokens is not None and tokens >= most_tokens:
+        if max_tokens is not None and tokens >= max_tokens:
             break
     train.close()
     held_out.close()

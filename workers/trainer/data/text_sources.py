@@ -68,10 +68,10 @@ def documents(source: Source, told: Callable[[], None] = lambda: None) -> Iterat
         told()
 
 
-def sample(source: Source, most_bytes: int) -> Iterator[str]:
-    """Yield about `most_bytes` at most: the starts of parts all over the source, the same ones each time."""
-    count, left = len(source.parts), most_bytes
-    share = max(most_bytes // max(1, count), PIECE_BYTES)
+def sample(source: Source, max_bytes: int) -> Iterator[str]:
+    """Yield about `max_bytes` at most: the starts of parts all over the source, the same ones each time."""
+    count, left = len(source.parts), max_bytes
+    share = max(max_bytes // max(1, count), PIECE_BYTES)
     for number in range(count):
         rest = min(share, left)
         for text in source.parts[permuted(number, count, b"sample")]():

@@ -252,8 +252,8 @@ def check_digest(path: Path, digest: str, told: Callable[[int], None] = lambda s
 class ShardWriter:
     """Writes tokens to shards with a common name; all but the last one are full."""
 
-    def __init__(self, folder: Path, name: str, dtype: str, most_tokens: int) -> None:
-        self._folder, self._name, self._most = folder, name, most_tokens
+    def __init__(self, folder: Path, name: str, dtype: str, max_tokens: int) -> None:
+        self._folder, self._name, self._max_tokens = folder, name, max_tokens
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._digest = xxhash.xxh3_128()
         self._tokens = 0
@@ -267,12 +267,12 @@ class ShardWriter:
             if self._file is None:
                 path = self._folder / f"{self._name}-{len(self.shards):05}.bin"
                 self._file = path.open("xb")
-            piece, rest = rest[: self._most - self._tokens], rest[self._most - self._tokens :]
+            piece, rest = rest[: self._max_tokens - self._tokens], rest[self._max_tokens - self._tokens :]
             data = as_bytes(piece)
             self._file.write(data)
             self._digest.update(data)
             self._tokens += len(piece)
-            if self._tokens == self._most:
+            if self._tokens == self._max_tokens:
                 self.close()
 
     def close(self) -> None:

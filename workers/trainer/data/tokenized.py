@@ -19,7 +19,7 @@ from diloco.workers.trainer.models.hf_checks import check_fits, config_of
 from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
 
 # A larger text must be made into token shards once: each party would tokenise it anew at each start.
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 # Pieces handed to the tokenizer's threads at once.
 SOME = 64
 
@@ -67,7 +67,7 @@ def open_for(data: str, model: HfModel | None, seq_len: int) -> TextData:
     check_fits(config, *_vocabulary(data, None, model, tokenizer), seq_len)
     if tokenizer is None:
         return text
-    if (size := len(text.train) + len(text.validation)) > MOST_BYTES:
+    if (size := len(text.train) + len(text.validation)) > MAX_BYTES:
         raise UsageError(
             f"data={data!r}: {size} bytes are too many to be tokenised by each party at each start: make token shards "
             f"of them once: `diloco data prepare {data} --tokenizer {model.folder}`"

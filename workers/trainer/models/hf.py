@@ -17,7 +17,7 @@ from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
 from diloco.workers.trainer.optional import first_line, library
 
 # A parameter may be set in a module so many times while a model is built: tied parameters are set several times.
-_MOST_REGISTERED = 4
+_MAX_REGISTERED = 4
 
 
 def build_hf(given: HfModel, seed: int, *, weights: bool = True) -> nn.Module:
@@ -58,7 +58,7 @@ def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
     config = config_of(given)
     transformers = library("transformers", EXTRA, "this run's model")
     run = {one.name: one.shape for one in tensors}
-    most = _MOST_REGISTERED * len(run)
+    most = _MAX_REGISTERED * len(run)
     count = 0
 
     def counted(*_: Any) -> None:

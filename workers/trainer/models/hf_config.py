@@ -32,8 +32,8 @@ _NOT_OF_THE_MODEL = frozenset(
     }
 )
 # Some kinds of config make a list with one entry per layer before anything is built. This bounds its memory.
-_MOST_LAYERS = 100_000
-_MOST_NESTED = 32
+_MAX_LAYERS = 100_000
+_MAX_NESTED = 32
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ("*.json", "*.safetensors")
 
@@ -127,14 +127,14 @@ def _config(text: str, where: str) -> dict[str, Any]:
     try:
         found = _kept(json.loads(text))
     except RecursionError as error:
-        raise UsageError(f"{where} is no config: it is nested more than {_MOST_NESTED} deep") from error
+        raise UsageError(f"{where} is no config: it is nested more than {_MAX_NESTED} deep") from error
     except ValueError as error:
         raise UsageError(f"{where} is no config: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise UsageError(f"{where} is no config of a model of transformers: it has no model_type")
     for key, n in found.items():
-        if "layer" in key and isinstance(n, int) and not 0 <= n <= _MOST_LAYERS:
-            raise UsageError(f"{where} is no config: {key} is {n}; it must be at most {_MOST_LAYERS}, and not below 0")
+        if "layer" in key and isinstance(n, int) and not 0 <= n <= _MAX_LAYERS:
+            raise UsageError(f"{where} is no config: {key} is {n}; it must be at most {_MAX_LAYERS}, and not below 0")
     if found.get("quantization_config"):
         raise UsageError(f"{where} describes a quantized model: train the full-precision one")
     return found
@@ -146,7 +146,7 @@ def _kept(value: Any, depth: int = 0) -> Any:
     Raises:
         RecursionError: it is nested too deep.
     """
-    if depth > _MOST_NESTED:
+    if depth > _MAX_NESTED:
         raise RecursionError
     if isinstance(value, dict):
         return {

@@ -17,14 +17,14 @@ local function mistyped(...)
 end
 
 -- What would live for longer than any of ours, or for ever, lives from now for so long, or for `ttl_ms`.
-local function bound(key, most_ms, ttl_ms)
+local function bound(key, max_ms, ttl_ms)
   local left = redis.call('PTTL', key)
-  if left == -1 or left > tonumber(most_ms) then redis.call('PEXPIRE', key, ttl_ms or most_ms) end
+  if left == -1 or left > tonumber(max_ms) then redis.call('PEXPIRE', key, ttl_ms or max_ms) end
 end
 
 -- What any learner may have written: no more of it than shows that it is too large.
-local function cut(value, most_bytes)
-  return value and value:sub(1, most_bytes + 1)
+local function cut(value, max_bytes)
+  return value and value:sub(1, max_bytes + 1)
 end
 
 -- A number that any learner may have written, below 10^18; 0 where there is none.

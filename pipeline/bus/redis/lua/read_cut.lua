@@ -2,7 +2,7 @@
 -- told so, and nobody else waits. Where they are many, only the first of each stream, and some more.
 -- KEYS: streams. ARGV: entries of each at most, bytes of a value at most, then the cursors.
 -- Answers {key, entries} of those that have some.
-local limit, most_bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
+local limit, max_bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
 local entries, cursors, taken, bytes, more = {}, {}, 0, 0, true
 for i = 1, #KEYS do entries[i], cursors[i] = {}, ARGV[i + 2] end
 while more and taken < limit and bytes < PART_BYTES do
@@ -14,7 +14,7 @@ while more and taken < limit and bytes < PART_BYTES do
     if found then
       local id, fields = unpack(found[1][2][1])
       for _, part in ipairs(fields) do bytes = bytes + #part end
-      table.insert(entries[i], {id, {'', cut(fields[2], most_bytes)}})
+      table.insert(entries[i], {id, {'', cut(fields[2], max_bytes)}})
       more, cursors[i] = true, id
     end
   end

@@ -6,8 +6,8 @@ for _, key in ipairs(KEYS) do
   if wrong then return wrong end
 end
 for _, key in ipairs(KEYS) do bound(key, ARGV[1]) end
-local function value(key, most_bytes)
+local function value(key, max_bytes)
   local found = redis.call('GET', key)
-  return found and (#found <= tonumber(most_bytes) and found or '') -- which cannot be read either
+  return found and (#found <= tonumber(max_bytes) and found or '') -- which cannot be read either
 end
 return {'OK', value(KEYS[1], ARGV[2]), value(KEYS[2], ARGV[2]), value(KEYS[3], ARGV[3])}

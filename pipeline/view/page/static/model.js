@@ -13,7 +13,7 @@
  *   series: Record<string, [number, (number|null)[]]>}} Change
  */
 
-const MOST_MARKS = 400;
+const MAX_MARKS = 400;
 
 /** What happened when, in buckets of equal length: `timeline.py`. */
 export class Times {
@@ -130,7 +130,7 @@ export class Model {
         else this[name].set(key, /** @type {any} */ ({ ...this[name].get(key), .../** @type {object} */ (row) }));
       }
     }
-    if (patch.marks) this.marks = [...this.marks, ...patch.marks].slice(-MOST_MARKS);
+    if (patch.marks) this.marks = [...this.marks, ...patch.marks].slice(-MAX_MARKS);
     if (patch.losses_anew) this.losses = patch.losses_anew;
     else if (patch.losses) this.losses.push(...patch.losses);
     if (patch.fine) this.fine.change(patch.fine);

@@ -5,7 +5,7 @@ import { clock, counted, doing, intervalWords, numbered, percent, sized, windowW
 /** @typedef {import("./model.js").Model} Model */
 
 const SIGNS = /** @type {Record<string, string>} */ ({ well: "✓", note: "!", bad: "✕", over: "■" });
-const MOST_EVENTS = 100;
+const MAX_EVENTS = 100;
 
 /** @param {string} id @returns {HTMLElement} */
 export function element(id) {
@@ -91,7 +91,7 @@ export function lists(model) {
   const syncers = model.syncers.map((one) =>
     `${one.id}${one.leads ? " leads, and" : ""} serves ${numbered(one.fragments, "fragment")}`);
   list(element("syncers"), syncers.length ? syncers : ["none is here"]);
-  const events = model.marks.slice(-MOST_EVENTS).reverse().map((one) =>
+  const events = model.marks.slice(-MAX_EVENTS).reverse().map((one) =>
     `${clock(one.at_s - model.origin)}  ${one.who} ${one.what}${one.detail && !["joined", "left"].includes(one.what) ? `: ${one.detail}` : ""}`);
   list(element("events"), events.length ? events : ["nothing yet"]);
 }

@@ -26,7 +26,7 @@ from diloco_studies.goodput.commands.options import one_whole
 from diloco_studies.strikes.settings import ChaosProcess
 from diloco_studies.strikes.telling import one_error
 
-MOST_KILLS = 10_000
+MAX_KILLS = 10_000
 """In a run."""
 
 
@@ -150,9 +150,9 @@ def main(
         within_s=_seconds("--within", within),
         seed=seed,
     )
-    if (most := plan.within_s / plan.every_s) > MOST_KILLS:
+    if (most := plan.within_s / plan.every_s) > MAX_KILLS:
         raise UsageError(
-            f"--every {every}: {most:,.0f} kills --within {within}, and {MOST_KILLS:,} at most: make it longer"
+            f"--every {every}: {most:,.0f} kills --within {within}, and {MAX_KILLS:,} at most: make it longer"
         )
     out.mkdir(parents=True, exist_ok=True)
     plot = plot or out / "kills.png"

@@ -33,7 +33,7 @@ from diloco_studies.strikes.spawner import PRELOADED, Spawner
 
 START_S = 120.0
 POLL_S, SAY_S = 0.5, 10.0
-MOST_ENDINGS = 20
+MAX_ENDINGS = 20
 """An agent that ends by itself more often is not started again: the run is given up."""
 
 
@@ -85,7 +85,7 @@ class Watch:
                 continue
             self.endings += 1
             self._screen.note(f"torchrun on {child.name} {child.ending()} by itself, and is started again")
-            if self.endings > MOST_ENDINGS or not self.under_way.is_set():
+            if self.endings > MAX_ENDINGS or not self.under_way.is_set():
                 raise ChildDied(child.obituary())
             child.restart()
 

@@ -15,7 +15,7 @@ from diloco_studies.goodput.commands.runs import rows as run_rows
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.table import Cell, cells
 
-MOST_LEARNERS = 512
+MAX_WINDOW = 512
 """A window holds no more."""
 LINKS = {
     "mean_participants": "in",
@@ -166,8 +166,8 @@ def _asked(sizes: list[int], learners: str, files: Files) -> tuple[list[int], li
     counts = whole(learners, "learners")
     if max(counts) > min(sizes):
         raise UsageError(f"{min(sizes):,} chips are too few for {max(counts)} learners")
-    if max(counts) > MOST_LEARNERS:
-        raise UsageError(f"--learners {max(counts)}: a window holds {MOST_LEARNERS} learners at most")
+    if max(counts) > MAX_WINDOW:
+        raise UsageError(f"--learners {max(counts)}: a window holds {MAX_WINDOW} learners at most")
     return sizes, counts
 
 

@@ -25,7 +25,7 @@ matplotlib.rcParams["text.parse_math"] = False  # a dollar in a name is one
 DODGE = 0.04
 """Between two variants of one size, or one's bars would hide the other's."""
 
-MOST_CURVES = 12
+MAX_CURVES = 12
 """Rows drawn as curves at most, best ones first; all are in the bars."""
 
 
@@ -38,8 +38,8 @@ def draw(tables: Sequence[Table], path: Path) -> None:
         done = [line for line in table.best() if line.done]
         sign = -1 if table.higher_is_better else 1
         done.sort(key=lambda line: sign * line.mid if math.isfinite(line.mid) else math.inf)
-        _curves(row[0], table, done[:MOST_CURVES], "tokens", "trained tokens (millions)", 1e6)
-        _curves(row[1], table, done[:MOST_CURVES], "virtual_s", "virtual time (h)", 3600.0)
+        _curves(row[0], table, done[:MAX_CURVES], "tokens", "trained tokens (millions)", 1e6)
+        _curves(row[1], table, done[:MAX_CURVES], "virtual_s", "virtual time (h)", 3600.0)
         _bars(row[2], done)
         row[0].set_ylabel(table.measure)
         row[0].legend(fontsize=7)
@@ -78,7 +78,7 @@ def _shown(label: str) -> str:
 def _bars(axes: Axes, lines: Sequence[Line]) -> None:
     at = list(range(len(lines)))[::-1]
     for i, line in enumerate(lines):
-        colour = f"C{i % 10}" if i < MOST_CURVES else "grey"  # as its curve
+        colour = f"C{i % 10}" if i < MAX_CURVES else "grey"  # as its curve
         axes.errorbar(line.mid, at[i], xerr=line.spread, color=colour, fmt="o", markersize=4, capsize=3)
     axes.set_yticks(at, [line.label for line in lines], fontsize=7)
     axes.locator_params(axis="x", nbins=6)

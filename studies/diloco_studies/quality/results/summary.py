@@ -24,8 +24,8 @@ BETTER = {"more": True, "less": False}
 Number = Annotated[float, Field(strict=True)]
 """A number in JSON, and no word for one."""
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-MOST_TOKENS = 2**63
-MOST_MARKS = 15
+MAX_TOKENS = 2**63
+MAX_MARKS = 15
 """Of a curve, in the CSV."""
 
 
@@ -171,7 +171,7 @@ def _summary(line: Sequence[str]) -> tuple[RunName, RunSummary]:
 
 def _thinned(curve: Sequence[Mark]) -> Sequence[Mark]:
     """Every n-th mark, counted from the last one."""
-    every = -(-len(curve) // MOST_MARKS)
+    every = -(-len(curve) // MAX_MARKS)
     return curve[(len(curve) - 1) % every :: every]
 
 
@@ -185,7 +185,7 @@ def _cell(mark: Mark) -> str:
 
 
 def _mark(tokens: str, virtual_s: str, value: str, exact: str | None = None) -> Mark:
-    if int(tokens) > MOST_TOKENS:
+    if int(tokens) > MAX_TOKENS:
         raise ValueError(f"tokens of {len(tokens)} digits")
     return Mark(int(tokens), _number(virtual_s), float(value), None if exact is None else _number(exact))
 
