@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from diloco.extras import STUDIES, load_extra
 from diloco.pipeline.errors import REFUSED_STATUS, DilocoError, UsageError, exit_status
-from diloco.pipeline.files.writable import said
+from diloco.pipeline.files.writable import error_text
 from diloco.pipeline.process.interrupts import raise_again
 
 
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return exit_status(error)
     except PermissionError as error:
-        sys.stderr.write(f"error: {said(error)}\n")
+        sys.stderr.write(f"error: {error_text(error)}\n")
         return REFUSED_STATUS
     except (OSError, SafetensorError) as error:  # a full disk, a damaged file: the system's message says which
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")

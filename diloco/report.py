@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, Place, ended_without_report, is_live, locate
-from diloco.launcher.page import MODEL_FILE, folder_of_page, way_to, write_page
+from diloco.launcher.page import MODEL_FILE, folder_of_page, redis_route, write_page
 from diloco.launcher.report import read_report, summary, summary_so_far
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import DilocoError, UsageError
@@ -77,7 +77,7 @@ async def _poll(url: str, run: str, known: bool) -> tuple[Model, Status]:
         BusError: the Redis cannot be read.
     """
     async with open_bus(url, run) as bus:
-        reader, model = RunReader(bus, bus.clock, None), PageModel(run, way_to(url))
+        reader, model = RunReader(bus, bus.clock, None), PageModel(run, redis_route(url))
         while True:
             poll = await reader.poll()
             model.see(poll)

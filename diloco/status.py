@@ -18,7 +18,7 @@ from rich.text import Text
 from diloco.launcher.baseline import baseline_status
 from diloco.launcher.display import render
 from diloco.launcher.locate import REPORT_FILE, Place, locate
-from diloco.launcher.page import PAGE_FILE, way_to
+from diloco.launcher.page import PAGE_FILE, redis_route
 from diloco.launcher.report import read_report, summary
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
@@ -34,7 +34,7 @@ SOON_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _RunInfo:
     """What is known about a run: its status, or its report, or neither while the report is being written."""
 
     place: Place
@@ -78,8 +78,8 @@ class _Found:
             yield Text(f"page       {page}")
         if (status := self.status) is not None and status["phase"] in ("waiting", Phase.RUNNING):
             for silent in [one["id"] for one in present(status["learners"]) if is_missed(one)][:1]:
-                way = way_to(self.place.redis_url or "", self.place.own)
-                yield Text(f"again      {''.join(way.start('learner', status['run'], silent, status['own_loop']))}")
+                route = redis_route(self.place.redis_url or "", self.place.own)
+                yield Text(f"again      {''.join(route.start('learner', status['run'], silent, status['own_loop']))}")
 
     def _report_file(self) -> Path:
         assert self.place.folder is not None  # noqa: S101  # only a folder says that it closes
@@ -128,7 +128,7 @@ def _patience() -> Iterator[None]:
         timer.cancel()
 
 
-def _find(settings: BusSettings, folder: Path | None) -> _Found:
+def _find(settings: BusSettings, folder: Path | None) -> _RunInfo:
     """Return what is known about the run that `locate` finds.
 
     Raises:
@@ -139,7 +139,7 @@ def _find(settings: BusSettings, folder: Path | None) -> _Found:
         try:
             with _patience():
                 status = asyncio.run(_read(place.redis_url, place.run, known=place.folder is not None))
-            return _Found(place, status)
+            return _RunInfo(place, status)
         except BusError:
             if place.folder is None:
                 raise
@@ -151,8 +151,8 @@ def _find(settings: BusSettings, folder: Path | None) -> _Found:
             place = again
     assert place.folder is not None  # noqa: S101  # a place without a Redis URL has a folder
     if (place.folder / REPORT_FILE).is_file():
-        return _Found(place, report=read_report(place.folder / REPORT_FILE))
-    return _Found(place) if place.closing else _Found(place, baseline_status(place.folder))
+        return _RunInfo(place, report=read_report(place.folder / REPORT_FILE))
+    return _RunInfo(place) if place.closing else _RunInfo(place, baseline_status(place.folder))
 
 
 def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: float | None = None) -> None:
@@ -193,7 +193,7 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: flo
             live.stop()
 
 
-def _again(settings: BusSettings, folder: Path | None, every_s: float) -> _Found:
+def _again(settings: BusSettings, folder: Path | None, every_s: float) -> _RunInfo:
     """Call `_find` until Redis can be reached."""
     while True:
         try:
@@ -203,7 +203,7 @@ def _again(settings: BusSettings, folder: Path | None, every_s: float) -> _Found
         time.sleep(every_s)
 
 
-def _put(console: Console, found: _Found, as_json: bool) -> None:
+def _put(console: Console, found: _RunInfo, as_json: bool) -> None:
     if as_json:
         typer.echo(found.as_json())
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from diloco.launcher.locate import Place, is_live, is_output, locate, no_redis
-from diloco.launcher.page import served, way_to
+from diloco.launcher.page import redis_route, served
 from diloco.options import WatchProcess
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
@@ -40,7 +40,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
         await read_run(
             bus
         )  # fails here, with a message, if this user or build cannot read the run: the page would only stay empty
-        collector, _ = await stack.enter_async_context(served(bus, settings, typer.echo, way_to(url)))
+        collector, _ = await stack.enter_async_context(served(bus, settings, typer.echo, redis_route(url)))
         typer.echo(f"watching run {place.run!r} until Ctrl-C; the run does not notice")
         while not stop.is_set():
             over = collector.model.over

@@ -46,24 +46,24 @@ class Pace(NamedTuple):
         return max(self.merge_s, self.outer_s)
 
 
-class Room(NamedTuple):
+class OuterBudget(NamedTuple):
     """How the slowest outer step compares with the time available for it."""
 
     outer_s: float
-    room_s: float
+    budget_s: float
 
     @property
     def share(self) -> float:
         """Share of the available time that is used; above 1 the step does not fit."""
-        return self.outer_s / self.room_s
+        return self.outer_s / self.budget_s
 
 
-def room_steps(sync: SyncSpec, version: int) -> float:
+def budget_steps(sync: SyncSpec, version: int) -> float:
     """Return the inner steps that the merge into this version may take."""
-    return min(interval_at(sync, version), full_room_steps(sync))
+    return min(interval_at(sync, version), full_budget_steps(sync))
 
 
-def full_room_steps(sync: SyncSpec) -> float:
+def full_budget_steps(sync: SyncSpec) -> float:
     """Return the inner steps that a merge may take once the interval is H."""
     return max(sync.overlap_steps, ROOM * sync.sync_interval)
 
@@ -76,13 +76,13 @@ def min_step_s(sync: SyncSpec, outer_s: float, together_s: float) -> float:
         outer_s: outer step of one fragment.
         together_s: outer steps of all fragments.
     """
-    return max(outer_s / full_room_steps(sync), together_s / (sync.sync_interval + full_room_steps(sync)))
+    return max(outer_s / full_budget_steps(sync), together_s / (sync.sync_interval + full_budget_steps(sync)))
 
 
-def outer_room(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float]) -> Room | None:
+def outer_budget(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float]) -> OuterBudget | None:
     """Return how the slowest outer step fits, measured against the full interval; None if nothing is known yet."""
     known, step_s = [one.outer_s for one in fragments if one.outer_s], _usual(step_times)
-    return Room(max(known), full_room_steps(sync) * step_s) if known and step_s else None
+    return OuterBudget(max(known), full_budget_steps(sync) * step_s) if known and step_s else None
 
 
 def _usual(step_times: Sequence[float]) -> float | None:
@@ -105,7 +105,7 @@ def _shares(
         return []
     # If all outer steps together take longer than a round, the last fragment of the queue waits for the excess.
     queue_s = together_s - sync.sync_interval * step_s
-    return [(max(one.takes_s, queue_s) / (room_steps(sync, one.version) * step_s), one) for one in fragments]
+    return [(max(one.takes_s, queue_s) / (budget_steps(sync, one.version) * step_s), one) for one in fragments]
 
 
 def merge_share(
@@ -189,7 +189,7 @@ def _helps(
     sync: SyncSpec, worst: Pace, step_s: float, together_s: float, syncers: int, speed: Speed | None
 ) -> Iterator[str]:
     """Yield remedies for the worst merge with their costs, cheapest first."""
-    room_s, round_s = full_room_steps(sync) * step_s, sync.sync_interval * step_s
+    room_s, round_s = full_budget_steps(sync) * step_s, sync.sync_interval * step_s
     queue_s = together_s - round_s
     takes_s = max(worst.takes_s, queue_s)
     if interval_at(sync, worst.version) < sync.sync_interval and takes_s <= room_s:

@@ -94,7 +94,7 @@ def place_in(config: Path | None, name: str) -> str:
     return str(config) if line is None else f"{config}, line {line}"
 
 
-class Given(NamedTuple):
+class ExternalSetting(NamedTuple):
     """A setting that comes from a variable or from the settings file."""
 
     where: str
@@ -102,16 +102,18 @@ class Given(NamedTuple):
     value: Any
 
 
-def given_outside(names: Collection[str], config: Path | None) -> dict[str, Given]:
+def given_outside(names: Collection[str], config: Path | None) -> dict[str, ExternalSetting]:
     """Return those of the named settings that a variable or the file gives; a variable overrides the file.
 
     Raises:
         UsageError: the file cannot be read.
     """
     table = read_file(config)
-    found = {name: Given(f"{name} in {place_in(config, name)}", table[name]) for name in table if name in names}
+    found = {
+        name: ExternalSetting(f"{name} in {place_in(config, name)}", table[name]) for name in table if name in names
+    }
     for variable, value in sorted(os.environ.items()):
         name = variable[len(ENV_PREFIX) :].lower()
         if variable.upper().startswith(ENV_PREFIX) and name in names and value:
-            found[name] = Given(variable, value)
+            found[name] = ExternalSetting(variable, value)
     return found

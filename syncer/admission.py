@@ -225,7 +225,7 @@ class Suspects:
             if len(self._in_a_row) > MAX_LEARNERS:
                 del self._in_a_row[next(iter(self._in_a_row))]
 
-    def heard(self, learner: str) -> None:
+    def header_arrived(self, learner: str) -> None:
         """Note that a header of a learner came, or (for `STRANGERS`) that a delta of one of them was merged."""
         self._silent.pop(learner, None)
 
@@ -246,7 +246,7 @@ class Suspects:
     def _given_up(self) -> frozenset[str]:
         return frozenset(who for who, times in self._silent.items() if times >= SUSPECTED_AFTER and times % ASKED_AGAIN)
 
-    def sound(self, learner: str) -> None:
+    def delta_usable(self, learner: str) -> None:
         """Note that a delta of a learner came in time and can be merged."""
         self._in_a_row.pop(learner, None)
 
@@ -318,14 +318,14 @@ class UploadProgress:
         self._last: dict[str, tuple[int, float, float]] = {}
         """Incarnation -> serial of the delta whose chunk came last, when it came, and the gap before it, s."""
 
-    def heard(self, header: DeltaHeader, now: float) -> None:
+    def chunk_arrived(self, header: DeltaHeader, now: float) -> None:
         """Note that a chunk of this delta came."""
         serial, at, gap_s = self._last.pop(header.incarnation, (header.serial, now, 0.0))
         self._last[header.incarnation] = header.serial, now, now - at if serial == header.serial else gap_s
         while len(self._last) > self.MAX_TRACKED:
             del self._last[next(iter(self._last))]
 
-    def comes(self, header: DeltaHeader, came_s: float, now: float, upload_s: float) -> bool:
+    def is_progressing(self, header: DeltaHeader, came_s: float, now: float, upload_s: float) -> bool:
         """Return whether an upload makes progress, or is queued behind earlier ones that do.
 
         Args:

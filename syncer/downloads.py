@@ -237,7 +237,7 @@ class Downloads:
         return frozenset(
             one.entry_id
             for one in offers
-            if self._progress.comes(one.header, came.get(one.entry_id, -math.inf), now, upload_s)
+            if self._progress.is_progressing(one.header, came.get(one.entry_id, -math.inf), now, upload_s)
         )
 
     def forget(self, entries: Iterable[str]) -> None:
@@ -281,7 +281,7 @@ class Downloads:
                     else:
                         await self._offload(feed, reader, norms, chunks)
                     self._heard[offer.entry_id] = self._came[offer.entry_id] = now = self._clock.now()
-                    self._progress.heard(h, now)
+                    self._progress.chunk_arrived(h, now)
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
                 if not self._uploads.observe(self._clock.now() - began):

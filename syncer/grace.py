@@ -24,7 +24,7 @@ SLOWEST_FACTOR = 10.0
 LATELY = 32
 
 
-def awaited_a_step(grace_s: float, slowest_s: float | None) -> bool:
+def grace_covers_step(grace_s: float, slowest_s: float | None) -> bool:
     """Return whether a window's grace was as long as its slowest learner's step, or as `max_grace_s`.
 
     A learner can follow a window only at a step boundary, and may have had none in a grace that the slack made shorter

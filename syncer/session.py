@@ -24,7 +24,7 @@ from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.downloads import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.durations import LastMerges, RoundTrips
-from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
+from diloco.syncer.grace import GraceEstimator, MergedTimes, grace_covers_step
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.repair import Repair
 from diloco.syncer.refusals import Refusals
@@ -149,7 +149,7 @@ class Session:
             await self._state.refusals.refuse(self._loaded.at, entry.entry_id, None, bad)
             return
         offer = Offer(entry.entry_id, entry.header)
-        self._state.suspects.heard(offer.header.learner)
+        self._state.suspects.header_arrived(offer.header.learner)
         answer = self.window.offer(offer, self._clock.now())
         match answer:
             case Accepted(replaced):
@@ -176,7 +176,7 @@ class Session:
             if isinstance(outcome, Delta):
                 self.window.uploaded(offer)
                 if self._downloads.came_in_time(offer):
-                    self._state.suspects.sound(offer.header.learner)
+                    self._state.suspects.delta_usable(offer.header.learner)
             else:
                 reason, detail = outcome
                 if reason is RefusalReason.NON_FINITE:
@@ -316,14 +316,14 @@ class Session:
             return
         merged = [offer.header for offer in merge.contributions]
         if any(header.learner not in state.times.learners for header in merged):
-            state.suspects.heard(STRANGERS)
+            state.suspects.header_arrived(STRANGERS)
         state.times.merged(record.version, merged)
         for header in merged:
             self._context.diverged.merged(header.learner)
         sync_s, slowest_s = self._clock.now() - merge.fixed_at, self._slowest_s()
         overlap = overlap_in_force(self._context.sync, self.window.version, record.interval)
         state.grace.observe(record.quorum_s, sync_s, slowest_s, overlap)
-        waited = awaited_a_step(record.grace_s, slowest_s)
+        waited = grace_covers_step(record.grace_s, slowest_s)
         state.suspects.closed(merge.silent if waited else (), state.times.learners)
         if not merge.in_vain:  # a wait for an upload that did not come would lengthen the round trip without reason
             state.round_trips.observe(record.grace_s + sync_s + self._pull_s())

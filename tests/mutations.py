@@ -241,7 +241,7 @@ MUTATIONS = [
     Mutation(
         "an orthogonalised step has another length",
         outer,
-        "at_its_length",
+        "with_norm_of",
         (("length / now if now else 0.0", "1.0"),),
     ),
     Mutation(

@@ -67,7 +67,7 @@ Record = list[tuple[Call, str]]
 """Calls with the task or thread that made them, each once, in order."""
 
 
-class Way(NamedTuple):
+class Trace(NamedTuple):
     """What was found."""
 
     files: dict[str, list[str]]
@@ -139,7 +139,7 @@ def call_of(code: CodeType) -> Call | None:
     return (str(inside), code.co_qualname) if inside.parts[0] in PARTS else None
 
 
-def trace(url: str, run: str = "way") -> Way:
+def trace(url: str, run: str = "way") -> Trace:
     """Record the ways of some deltas over this Redis."""
     recorder, model, idle, ways = Recorder(), nn.Linear(64, 64), set[Call](), list[Record]()
     sync = SyncSettings(
@@ -178,10 +178,10 @@ def trace(url: str, run: str = "way") -> Way:
             published_and_adopted()
             way = recorder.taken()
             ways.append(way[: [call for call, _ in way].index(ENDS) + 1])
-    return way_of(ways, idle)
+    return trace_of(ways, idle)
 
 
-def way_of(ways: Sequence[Record], idle: Set[Call]) -> Way:
+def trace_of(ways: Sequence[Record], idle: Set[Call]) -> Trace:
     """By the rule above."""
     always = set.intersection(*({call for call, _ in way} for way in ways)) - idle
     files: dict[str, list[str]] = {BEGINS: ["step"]}
@@ -194,7 +194,7 @@ def way_of(ways: Sequence[Record], idle: Set[Call]) -> Way:
         for a, b in permutations(firsts[0], 2)
         if all(first[a][1] == first[b][1] and first[a][0] < first[b][0] for first in firsts)
     }
-    return Way(files, before, scripts)
+    return Trace(files, before, scripts)
 
 
 def first_calls(way: Record, counted: Set[Call]) -> dict[str, tuple[int, str]]:

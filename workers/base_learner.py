@@ -86,7 +86,7 @@ class BaseLearner:
             self._batches.stepped()
         tokens = joined.stepped(tokens)
         if loss is not None:
-            training.losses.tell(loss)
+            training.losses.add(loss)
         training.keeper.stepped(joined.shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()
@@ -111,7 +111,7 @@ class BaseLearner:
         """Trained tokens of the whole run / its budget, in 0..1; learning-rate schedules follow it."""
         return self._entered.progress if self._entered else 0.0
 
-    def _place(self) -> tuple[float, int, int]:
+    def _schedule_inputs(self) -> tuple[float, int, int]:
         """Return the position of a learning-rate schedule: progress, own steps, steps of the ramp after a restart."""
         young = self._entered is not None and self.recovered in ("checkpoint", "fresh")
         steps = self._entered.training.rounds.steps if self._entered else 0
@@ -261,10 +261,12 @@ class BaseLearner:
 
     def _proposal(self) -> Spec:
         """Return the spec to propose: it follows the run's spec or, without one, the settings of a waiting syncer."""
-        beginning, url, run, go_on = redis_access.Beginning(), self._url, self._given.run, self._go_on_joining
+        beginning, url, run, go_on = redis_access.FirstSpecSettings(), self._url, self._given.run, self._go_on_joining
         held = redis_access.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
         if held is None:
-            beginning = redis_access.wait_for_spec(partial(redis_access.read_beginning, url, run), self.id, go_on)
+            beginning = redis_access.wait_for_spec(
+                partial(redis_access.read_first_spec_settings, url, run), self.id, go_on
+            )
         return proposal(self._proposed(), self._given, held, beginning)
 
     def _go_on_joining(self) -> None:
@@ -320,7 +322,7 @@ class BaseLearner:
         if self._leave(save_state):
             if failure is not None:  # it failed after the last step, so no step could raise it
                 raise failure
-            self._stopping.leave_if_unseen()
+            self._stopping.raise_if_unread()
 
     def _leave(self, save_state: bool, error: BaseException | None = None) -> bool:
         """Leave the run, as `close` does; return whether the learner was in it until now.
@@ -335,7 +337,7 @@ class BaseLearner:
         if joined is None or not in_run:  # closed already, being closed by another thread, or not joined yet
             return False
         try:
-            if joined.thread.works and not (error is not None and joined.breaks_off(error)):
+            if joined.thread.works and not (error is not None and joined.abort(error)):
                 self.left_in_order = joined.leave(self._given.leave_s, save_state)
         finally:  # also on a second Ctrl-C: a thread that kept running would still count as a learner
             joined.thread.end()

@@ -16,7 +16,7 @@ from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.workers.checks.own_process import OwnProcess
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.permutation import permuted
-from diloco.workers.prefetch import Drawn, Prefetched, Reached
+from diloco.workers.prefetch import Drawn, Prefetched, ShardProgress
 from diloco.workers.times import TIMES
 
 # Largest length, and largest seed.
@@ -38,7 +38,7 @@ def whole_number(name: str, value: Any, minimum: int = 1, maximum: int = MAX_EXA
     return number
 
 
-class Turns(Protocol):
+class ShardSource(Protocol):
     """A sequence of shards (`ShardsInTurn`)."""
 
     def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
@@ -60,7 +60,7 @@ class Batches(OwnProcess):
         *,
         drawn: Callable[[str], None],
         finished: Callable[[str], None],
-        shards: Turns,
+        shards: ShardSource,
         check: Callable[[], Any],
         place: tuple[int, int] = (0, 1),
         dry_s: float = TIMES.dry_s,
@@ -153,7 +153,7 @@ class Batches(OwnProcess):
     def _new(self) -> Drawn:
         """Return a batch that was never drawn."""
         indices: list[int] = []
-        reached: list[Reached] = []
+        reached: list[ShardProgress] = []
         size = self._ranks * self._size
         while len(indices) < size:
             if self._at == self._shard.stop:
@@ -163,7 +163,7 @@ class Batches(OwnProcess):
             indices += (permuted(at, self._length, key) for at in range(self._at, stop))
             self._at, whole = stop, stop == self._shard.stop
             if self._claimed is not None:
-                reached.append(Reached(self._claimed.entry_id, stop - self._shard.start, whole))
+                reached.append(ShardProgress(self._claimed.entry_id, stop - self._shard.start, whole))
                 if whole:
                     self._tell_drawn(self._claimed.entry_id)
         own = slice(self._rank * self._size, (self._rank + 1) * self._size)

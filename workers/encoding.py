@@ -128,7 +128,9 @@ class OnHost:
     read = keep
 
 
-async def apart(encoder: Encoder, offload: Offload, elements: int, work: Callable[..., Any], *args: Any) -> Any:
+async def offload_if_large(
+    encoder: Encoder, offload: Offload, elements: int, work: Callable[..., Any], *args: Any
+) -> Any:
     """Run `work` in another thread, unless it has so few elements that waking the thread takes longer."""
     return work(*args) if elements <= encoder.at_once else await offload(work, *args)
 

@@ -28,7 +28,7 @@ from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.exchange.joining import Joining, log_joined
-from diloco.workers.moments.recovery import Found
+from diloco.workers.moments.recovery import FoundMoments
 from diloco.workers.rounds import Publication
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
@@ -134,7 +134,7 @@ class JoinedLearner:
         if items or adopted:
             self.thread.call(self.exchange.publishing.queue, items, adopted)
 
-    def breaks_off(self, error: BaseException) -> bool:
+    def abort(self, error: BaseException) -> bool:
         """Return whether this error of the loop ends the learner without `leave`; ranks cannot leave one by one."""
         return False
 
@@ -169,7 +169,7 @@ class JoinedLearner:
 class LearnerThread(ExchangeThread[Exchange[Snapshot]]):
     """The exchange thread of a learner that is one process."""
 
-    def join_run(self, check: Callable[[], None]) -> tuple[JoinedLearner, Found]:
+    def join_run(self, check: Callable[[], None]) -> tuple[JoinedLearner, FoundMoments]:
         """Join, as `ExchangeThread.start` does; return the joined learner and the moments found."""
         exchange, found = self.start(check)
         return JoinedLearner(self._training, exchange, self), found

@@ -266,7 +266,7 @@ class Learner(BaseLearner):
             UsageError: an argument is out of bounds, or there is no optimizer of this model.
         """
         optimizer = alone(self.model, self.optimizer if optimizer is None else optimizer)
-        return LambdaLR(optimizer, ShareByProgress((shape, warmup, decay, final), self._place))
+        return LambdaLR(optimizer, ShareByProgress((shape, warmup, decay, final), self._schedule_inputs))
 
     def globals(self) -> dict[str, Any]:
         """Return a state dict of the whole model with the newest global values of the trained tensors.

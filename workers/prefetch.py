@@ -24,7 +24,7 @@ WRONG_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class ShardProgress:
     """How far a shard is trained on, once a batch was trained."""
 
     entry_id: str
@@ -38,7 +38,7 @@ class Drawn:
     """A batch that was drawn."""
 
     indices: tuple[int, ...]
-    reached: tuple[Reached, ...]
+    reached: tuple[ShardProgress, ...]
     """How far it takes its shards; shards that are read again are not listed."""
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder
-from diloco.workers.batches import Batches, Turns, whole_number
+from diloco.workers.batches import Batches, ShardSource, whole_number
 from diloco.workers.checks.own_process import OwnIterator
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, ShardsInTurn, read_blocks
 from diloco.workers.ranks.rank_learner import Joined, JoinedRank
@@ -46,10 +46,10 @@ def begin_batches(
         first = heard.first(partial(_check, now_joined, stopping))
         return make(first, joined.shared, drawn=_nothing, finished=_nothing, shards=heard)
     joined, first = _first_shard(now_joined, stopping, order, place[1] * size * accumulate * STEPS_PER_SHARD)
-    shards: Turns = ShardsInTurn(joined.shared, random.Random(joined.training.incarnation))
+    shards: ShardSource = ShardsInTurn(joined.shared, random.Random(joined.training.incarnation))
     call, claims = joined.thread.call, joined.exchange.claims
     if isinstance(joined, JoinedRank):
-        shards = LeadingShards(shards, first, partial(call, joined.shard_broadcast.tell, asked))
+        shards = LeadingShards(shards, first, partial(call, joined.shard_broadcast.notify, asked))
     return make(
         first, joined.shared, drawn=partial(call, claims.drawn), finished=partial(call, claims.finish), shards=shards
     )

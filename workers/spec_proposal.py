@@ -13,7 +13,7 @@ from diloco.pipeline.settings import SyncSettings, load
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.pipeline.wrong_values import format_problem
 from diloco.workers.checks.arguments import Arguments
-from diloco.workers.exchange.redis_access import Beginning
+from diloco.workers.exchange.redis_access import FirstSpecSettings
 
 
 class Proposed(Protocol):
@@ -63,7 +63,7 @@ def fitting(sync: SyncSettings, model: Proposed) -> SyncSettings:
     return sync.model_copy(update={"fragments": model.fitting_fragments(sync.fragments)})
 
 
-def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Beginning) -> Spec:
+def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: FirstSpecSettings) -> Spec:
     """Return the spec to propose to a run without one, or to compare with the spec that a run has.
 
     It follows the run where the learner has no settings of its own.

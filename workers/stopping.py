@@ -29,11 +29,11 @@ def _spare_loaders() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and handler.__module__ == "torch.utils.data._utils.signal_handling":
 
-        def spared(number: int, frame: FrameType | None) -> None:
+        def suppressed(number: int, frame: FrameType | None) -> None:
             with suppress(RuntimeError):
                 handler(number, frame)
 
-        signal.signal(signal.SIGCHLD, spared)
+        signal.signal(signal.SIGCHLD, suppressed)
 
 
 class Stopped(SystemExit):
@@ -104,7 +104,7 @@ class Stopping:
         """Note that some rank was asked to end, so that all ranks end after the present step."""
         self._asked = self._asked or signal.SIGTERM
 
-    def leave_if_unseen(self) -> None:
+    def raise_if_unread(self) -> None:
         """End after the training if a signal came that the loop did not look at.
 
         Raises:

@@ -12,7 +12,7 @@ from diloco.pipeline.bus.server import Address, Server
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.needs import GLOBALS, LINK_SHARE, Needs, Pace, needs_of, pace_of, round_trip_s
 from diloco.pipeline.pacing import Pace as MergePace
-from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges
+from diloco.pipeline.pacing import as_time, full_budget_steps, slow_merges
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, TRAINING_BYTES, learner_bytes, syncer_bytes
 from diloco.pipeline.redis_memory import CODECS, round_bytes
 from diloco.pipeline.site import MIN_PARAMS, Site
@@ -341,7 +341,7 @@ def merges(run: Run, site: Site, machine: Machine) -> Finding:
     slow = slow_merges(sync, paces, [site.step_time], 1, together_s=together_s, speed=speed)
     if slow is not None:
         return warning("merges", f"{slow.found} ({basis(site)})", slow.helps)
-    room_s = full_room_steps(sync) * site.step_time
+    room_s = full_budget_steps(sync) * site.step_time
     return ok(
         "merges",
         f"a fragment's round trip takes {as_time(asked.round_trip_s)} with this machine as the syncer, the outer step "
@@ -380,7 +380,7 @@ def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
         found += ", which agrees"
     if run.stretched >= FAR:
         found += f"; intervals are {run.stretched:.2g} times as long as planned, since merges take their time"
-    room_s = full_room_steps(sync) * site.step_time
+    room_s = full_budget_steps(sync) * site.step_time
     if run.merge_s > room_s or run.stretched >= FAR:
         return warning("merges of the run", f"{found}; a round has room for {as_time(room_s)}", SEE_STATUS)
     return ok("merges of the run", f"{found}; a round has room for {as_time(room_s)}")

@@ -132,7 +132,7 @@ class Hosted:
             self.give_up()
             raise
 
-    def tell(self, loss: Any) -> None:
+    def report_loss(self, loss: Any) -> None:
         """Set the loss that is reported with the next step."""
         self._loss = loss
 

@@ -66,7 +66,7 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Assign all batches since the last update to this one, also if a GradScaler skips it."""
         if self._losses or self._held:  # with several optimizers, the first one that steps takes them all
-            self._hosted.tell(sum(self._losses) if self._losses else None)
+            self._hosted.report_loss(sum(self._losses) if self._losses else None)
             self._of_step, self._held, self._losses = self._held, 0, []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

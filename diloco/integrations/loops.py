@@ -85,9 +85,9 @@ class RunLoader:
         """Tokens of the batches since the last step."""
         self._over = False
 
-    def tell(self, loss: Any) -> None:
+    def report_loss(self, loss: Any) -> None:
         """Report the loss of a step for the status, before its `optimizer.step()`: a number or a one-element tensor."""
-        self._hosted.tell(loss)
+        self._hosted.report_loss(loss)
 
     @property
     def learner(self) -> "Learner":

@@ -71,7 +71,7 @@ class DilocoCallback(HostedCallback, TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Report the loss that the Trainer logs: the mean since its last log line."""
         if logs and "loss" in logs:
-            self._hosted.tell(float(logs["loss"]))
+            self._hosted.report_loss(float(logs["loss"]))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Evaluate the run's model too."""

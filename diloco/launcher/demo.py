@@ -122,9 +122,9 @@ class Demonstration(run.Launcher):
         if status["phase"] == Phase.RUNNING:
             self._steps.add(status["learners"], self._clock.now())
 
-    def _anybody(self, status: Status) -> bool:
+    def _has_learner(self, status: Status) -> bool:
         """Also count the killed learner, which will be started again."""
-        return (self._killed is not None and self._restarted is None) or super()._anybody(status)
+        return (self._killed is not None and self._restarted is None) or super()._has_learner(status)
 
     async def _check(self, status: Status) -> None:
         """Check the run; then kill the learner, or start it again, when it is time."""
@@ -141,7 +141,7 @@ class Demonstration(run.Launcher):
             self._screen.note(f"{child.name} killed with SIGKILL at {progress:.0%}")
             await self._event("learner_killed", child.name, f"SIGKILL to pid {child.pid}")
         elif self._killed and not self._restarted and not child.alive:
-            if progress < settings.restart_at and super()._anybody(status):
+            if progress < settings.restart_at and super()._has_learner(status):
                 return
             child.restart()  # also at once if no other learner is left, since then there is no progress to wait for
             self._restarted = self._moment(progress)

@@ -67,7 +67,7 @@ def assign(asked: str, learners: int, gpus: Sequence[str]) -> list[Place]:
             )
         numbers = [f"cuda:{number}" for number in range(len(gpus))]
         asked = ",".join("+".join(numbers[first : first + each]) for first in range(0, len(gpus), each))
-    places = [_place(asked, item, gpus) for item in asked.split(",")]
+    places = [_parse_place(asked, item, gpus) for item in asked.split(",")]
     return [places[number % len(places)] for number in range(learners)]
 
 
@@ -81,7 +81,7 @@ def devices_line(places: Sequence[Place]) -> str:
     return f"{counted(len(places), 'learner')} share {counted(len(devices), 'device')} in turn: {', '.join(devices)}"
 
 
-def _place(asked: str, item: str, gpus: Sequence[str]) -> Place:
+def _parse_place(asked: str, item: str, gpus: Sequence[str]) -> Place:
     if item == "mps" or set(item.split("+")) == {"cpu"}:
         return Place(item, "", item)
     numbers = [match and int(match[1]) for match in map(_GPU.fullmatch, item.split("+"))]

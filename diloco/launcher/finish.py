@@ -8,7 +8,7 @@ import typer
 
 from diloco.export import Globals, find_checkpoint, read_globals
 from diloco.launcher.folder import PICTURE_FILE, SAMPLE_FILE, Folder
-from diloco.launcher.page import MODEL_FILE, PAGE_FILE, spared, write_page
+from diloco.launcher.page import MODEL_FILE, PAGE_FILE, reporting_bugs, write_page
 from diloco.launcher.report import Outcome, build, ledger_line, summary
 from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError, UsageError
@@ -69,7 +69,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     )  # first, so that it is there even if sampling or drawing, which take seconds, fail
     try:
         checkpoint = find_checkpoint(folder.path)
-        with spared("the text", outcome.warnings.append):
+        with reporting_bugs("the text", outcome.warnings.append):
             text = sample_text(read_globals(str(checkpoint)), settings.prompt, settings.seed)
             (folder.path / SAMPLE_FILE).write_text(text + "\n")
     except UsageError as error:
@@ -85,7 +85,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     loss = report["global_val_loss"]
     title = f"{outcome.method}, {counted(len(report['learners']), 'learner')}: global validation loss"
     title = title if loss is None else f"{title} {loss:.3f}"
-    with spared("the picture", report["warnings"].append):
+    with reporting_bugs("the picture", report["warnings"].append):
         draw(report["evaluations"], kept, title, ledger_line(report), picture)
     whole = report | {"sample": text, "plot": str(picture) if picture.is_file() else None}
     _write(whole, folder.report)

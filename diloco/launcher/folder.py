@@ -33,7 +33,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.files.writable import denied, said, try_folder
+from diloco.pipeline.files.writable import denied, error_text, try_folder
 from diloco.pipeline.methods import RunMethod, meant_by
 from diloco.pipeline.settings import (
     NO_FLAG,
@@ -47,7 +47,7 @@ from diloco.pipeline.settings import (
 )
 from diloco.pipeline.tls import OPTIONS
 from diloco.pipeline.view.ledger import in_whole_tokens
-from diloco.pipeline.view.page.join_command import Started
+from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.syncer.checkpoints.loading import (
     Checkpoint,
     find_checkpoint,
@@ -57,7 +57,7 @@ from diloco.syncer.checkpoints.loading import (
 )
 from diloco.syncer.checkpoints.places import Folder as OnDisk
 from diloco.syncer.checkpoints.places import place_of
-from diloco.workers.trainer.models.hf_config import lies_elsewhere
+from diloco.workers.trainer.models.hf_config import is_same_model
 
 SETTINGS_FILE = "settings.toml"
 PICTURE_FILE = "loss.png"
@@ -146,7 +146,7 @@ class Folder:
         try:
             if (saved := goes_on(settings, self.path)) or _has_no_checkpoint(self.path, settings):
                 self._keep_results(saved)
-            elif (settings.overwrite and self.path.exists()) or _came_to_nothing(self.path):
+            elif (settings.overwrite and self.path.exists()) or _never_stepped(self.path):
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             self.write_settings(settings)
@@ -155,7 +155,7 @@ class Folder:
             if elsewhere and settings.resume is not None and not is_address(settings.resume):
                 self._take_moments(output_of(Path(settings.resume)).learners)
         except OSError as error:
-            raise UsageError(f"cannot make the output folder {self.path}: {said(error)}") from error
+            raise UsageError(f"cannot make the output folder {self.path}: {error_text(error)}") from error
 
     def _keep_results(self, saved: bool) -> None:
         """Rename report.json to report-1.json and so on; if no checkpoint was saved, also the tape and learners."""
@@ -184,7 +184,7 @@ class Folder:
         settings: RunProcess,
         pids: dict[str, int],
         page: str | None = None,
-        own: Mapping[str, Started] = MappingProxyType({}),
+        own: Mapping[str, LearnerLaunch] = MappingProxyType({}),
     ) -> None:
         """Write run.json, which says where the live run is.
 
@@ -247,14 +247,14 @@ def choose(settings: RunProcess) -> Folder:
     path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
     if path.is_dir() and any(path.iterdir()):
         kept = goes_on(settings, path) or _has_no_checkpoint(path, settings)
-        if not (settings.overwrite or _came_to_nothing(path) or kept):
+        if not (settings.overwrite or _never_stepped(path) or kept):
             raise UsageError(
                 f"output folder {path} is not empty, and has no checkpoint of a run to go on with: choose another "
                 "--out, or give --overwrite to empty it"
             )
         if not (path / SETTINGS_FILE).is_file():
             raise UsageError(f"output folder {path} holds something else than a run: --overwrite will not empty it")
-        if settings.overwrite and settings.resume is not None and _lies_in(settings.resume, path):
+        if settings.overwrite and settings.resume is not None and _checkpoint_is_in(settings.resume, path):
             raise UsageError(
                 f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
             )
@@ -264,7 +264,7 @@ def choose(settings: RunProcess) -> Folder:
         try_folder(path, SETTINGS_FILE)
         try_folder(folder.logs, *(one.name for one in folder.logs.glob("*.log")))
     except OSError as error:
-        raise UsageError(f"--out {path} cannot be written: {said(error)}") from error
+        raise UsageError(f"--out {path} cannot be written: {error_text(error)}") from error
     if settings.json_report is not None:
         if settings.json_report.is_dir():
             raise UsageError(f"--json-report {settings.json_report} is a folder: give a file's name")
@@ -274,7 +274,7 @@ def choose(settings: RunProcess) -> Folder:
     return folder
 
 
-def _came_to_nothing(path: Path) -> bool:
+def _never_stepped(path: Path) -> bool:
     """Return whether the folder has only settings and logs, of a run that ended before its first step."""
     if not (path / SETTINGS_FILE).is_file():
         return False
@@ -286,7 +286,7 @@ def _has_no_checkpoint(path: Path, settings: RunProcess) -> bool:
     """Return whether a run was killed here before its first checkpoint, so that it must begin anew."""
     folder = Folder(path)
     ours = {SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", MODEL_FILE, "logs", "checkpoints", "tape", "learners"}
-    if settings.overwrite or _came_to_nothing(path) or not folder.settings.is_file():
+    if settings.overwrite or _never_stepped(path) or not folder.settings.is_file():
         return False
     names = {re.sub(r"-[0-9]+$", "", one.stem) + one.suffix for one in path.iterdir()}
     return names <= ours and not any(folder.checkpoints.rglob("latest"))
@@ -294,7 +294,12 @@ def _has_no_checkpoint(path: Path, settings: RunProcess) -> bool:
 
 def goes_on(settings: RunProcess, path: Path) -> bool:
     """Return whether the resumed run is the one of this folder, and so continues in it."""
-    return not settings.overwrite and settings.resume is not None and path.is_dir() and _lies_in(settings.resume, path)
+    return (
+        not settings.overwrite
+        and settings.resume is not None
+        and path.is_dir()
+        and _checkpoint_is_in(settings.resume, path)
+    )
 
 
 def own_checkpoint(settings: RunProcess) -> Checkpoint | None:
@@ -311,7 +316,7 @@ def own_checkpoint(settings: RunProcess) -> Checkpoint | None:
     return saved
 
 
-def _lies_in(resumed: str, path: Path) -> bool:
+def _checkpoint_is_in(resumed: str, path: Path) -> bool:
     found = find_checkpoint(resumed)
     return isinstance(found, OnDisk) and found.path.resolve().is_relative_to(path.resolve())
 
@@ -350,7 +355,7 @@ def _check_writable(path: Path, flag: str) -> None:
         elif not os.access(path, os.W_OK):
             raise denied(path)
     except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be written: {said(error)}") from error
+        raise UsageError(f"{flag} {path} cannot be written: {error_text(error)}") from error
 
 
 def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
@@ -371,7 +376,7 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     method = method_of(checkpoint)
     settings = agree(settings, {"method": method}, SyncSettings)
     sync = checkpoint.spec.sync.model_dump() | ({"tokens": settings.tokens} if "tokens" in told else {})
-    moved = "model" in told and lies_elsewhere(settings.model, checkpoint.spec.trainer.get("model"))
+    moved = "model" in told and is_same_model(settings.model, checkpoint.spec.trainer.get("model"))
     kept = ({"data", "model"} if moved else {"data"}) & told
     trainer = {name: value for name, value in checkpoint.spec.trainer.items() if name not in kept}
     settings = agree(agree(settings, sync, SyncSettings), trainer, TrainerSettings)

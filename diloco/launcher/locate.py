@@ -14,7 +14,7 @@ from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.methods import RunMethod
 from diloco.pipeline.settings import BusSettings, ServerSettings
-from diloco.pipeline.view.page.join_command import Started
+from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.pipeline.wrong_values import format_problem
 
 RUNS = Path("runs")
@@ -39,7 +39,7 @@ class Place:
     """Address of the page that `diloco run` serves; it has no token in it."""
     closing: bool = False
     """True if all processes have ended and the report is being written."""
-    own: Mapping[str, Started] = field(default_factory=dict)
+    own: Mapping[str, LearnerLaunch] = field(default_factory=dict)
     """By learner: how `diloco run` has started it."""
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class RunFile(BaseModel):
     page: str | None = None
     closing: bool = False
     ended: str = ""
-    own: dict[PartyName, Started] = {}
+    own: dict[PartyName, LearnerLaunch] = {}
     pids: dict[PartyName, PositiveInt]
 
     @classmethod

@@ -19,7 +19,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.page.assets import one_file
 from diloco.pipeline.view.page.collector import Collector
-from diloco.pipeline.view.page.join_command import Started, Way
+from diloco.pipeline.view.page.join_command import LearnerLaunch, RedisRoute
 from diloco.pipeline.view.page.model import Model
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import read_status
@@ -35,7 +35,7 @@ LAST_POLL_S = 5.0
 
 @asynccontextmanager
 async def served(
-    bus: Bus, settings: HttpSettings, tell: Callable[[str], None], way: Way
+    bus: Bus, settings: HttpSettings, tell: Callable[[str], None], route: RedisRoute
 ) -> AsyncIterator[tuple[Collector, str]]:
     """Serve the page and `/metrics` of the bus's run during the block, and look at the run once more at its end.
 
@@ -51,7 +51,7 @@ async def served(
     from diloco.syncer.serving.http import start_http
 
     clock = bus.clock
-    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S, way=way)
+    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S, route=route)
     registry = registry_of(bus.keys.run)
     registry.register(RunMetrics(collector.reading, clock, lambda: True))
 
@@ -79,15 +79,15 @@ async def served(
         await http.cleanup()
 
 
-def way_to(url: str, own: Mapping[str, Started] | None = None) -> Way:
-    """Return how a shell on this machine starts a party of the run at this URL; `own`: see `Way`."""
+def redis_route(url: str, own: Mapping[str, LearnerLaunch] | None = None) -> RedisRoute:
+    """Return how a shell on this machine starts a party of the run at this URL; `own`: see `RedisRoute`."""
     program = Path(sys.argv[0]).resolve()
     if program.name != "diloco":
         started = f"{quote(sys.executable)} -m diloco"
     else:
         found = shutil.which("diloco")
         started = "diloco" if found and Path(found).resolve() == program else quote(str(program))
-    return replace(Way.of(url), program=started, own={} if own is None else own)
+    return replace(RedisRoute.of(url), program=started, own={} if own is None else own)
 
 
 def _reached(host: str, port: int) -> str:
@@ -99,23 +99,26 @@ def _reached(host: str, port: int) -> str:
 
 @asynccontextmanager
 async def left_in(
-    folder: Path, bus: Bus, settings: HttpSettings, tell: Callable[[str], None], way: Way
+    folder: Path, bus: Bus, settings: HttpSettings, tell: Callable[[str], None], route: RedisRoute
 ) -> AsyncIterator[str]:
     """Serve the page on a free port (`served`), and leave its last model in a folder. Yields the page's address."""
-    apart = settings.model_copy(update={"http_port": 0})  # the port of the settings is the syncer's
+    page_settings = settings.model_copy(update={"http_port": 0})  # the port of the settings is the syncer's
     watched = None
     try:
-        async with served(bus, apart, tell, way) as (collector, address):
+        async with served(bus, page_settings, tell, route) as (collector, address):
             watched = collector
             yield address
     finally:
         if watched is not None:
-            with suppress(FileNotFoundError), spared("the page", tell):  # the folder may have been moved or deleted
+            with (
+                suppress(FileNotFoundError),
+                reporting_bugs("the page", tell),
+            ):  # the folder may have been moved or deleted
                 (folder / MODEL_FILE).write_text(dumps(watched.model.snapshot()) + "\n")
 
 
 @contextmanager
-def spared(what: str, tell: Callable[[str], None]) -> Iterator[None]:
+def reporting_bugs(what: str, tell: Callable[[str], None]) -> Iterator[None]:
     """Report an unexpected exception (a bug) in code that only displays a run, instead of ending the run with it."""
     try:
         yield

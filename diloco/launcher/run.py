@@ -28,7 +28,7 @@ from diloco.launcher.folder import Folder, choose, goes_on, own_checkpoint, plai
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
 from diloco.launcher.locate import is_output
 from diloco.launcher.option_checks import check, is_everywhere
-from diloco.launcher.page import left_in, spared, way_to
+from diloco.launcher.page import left_in, redis_route, reporting_bugs
 from diloco.launcher.report import Origin, Outcome
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
@@ -53,7 +53,7 @@ from diloco.pipeline.process.interrupts import end_with
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.units import count
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
-from diloco.pipeline.view.page.join_command import Started
+from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.pipeline.view.status import LearnerStatus, Status
 from diloco.pipeline.view.status_reader import StatusReader
 from diloco.tape import read_archive
@@ -96,9 +96,9 @@ class Launcher:
         self._bus, self._children, self._screen = bus, children, screen
         self._others = others
         self._page: str | None = None
-        self.own: dict[str, Started] = {}
+        self.own: dict[str, LearnerLaunch] = {}
         """By learner: how it was started, so that the user can be told how to start it again."""
-        self.way = way_to(url, self.own)  # how such a learner reaches the run
+        self.route = redis_route(url, self.own)  # how such a learner reaches the run
         self._clock = bus.clock
         self._status = StatusReader(bus, self._clock, settings.liveness_s)
         self._progress: list[tuple[float, int]] = []
@@ -141,7 +141,7 @@ class Launcher:
             environ = environment(threads, self._url_of(name)) | place.environ
             self._children.start(name, ["learner", *own], environ)
             folder = "" if is_everywhere(self._settings.data) else str(Path.cwd())
-            self.own[name] = Started(tuple(own), place.environ, folder)
+            self.own[name] = LearnerLaunch(tuple(own), place.environ, folder)
         if line := devices_line(places):
             self._screen.note(line)
         evaluator = ["evaluator", *config, "--threads", "1"]
@@ -240,7 +240,7 @@ class Launcher:
             self._children["evaluator"].under_way = True
         if now >= self._show_from_s:
             self._show_from_s = now + NOT_SHOWN_S
-            with spared("the display", self._warn):
+            with reporting_bugs("the display", self._warn):
                 self._screen.show(status)
                 self._show_from_s = now
 
@@ -268,9 +268,9 @@ class Launcher:
             self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
             name = "evaluator_died" if child.name == "evaluator" else "learner_died"
             if training and child.name in self.own:
-                self._screen.note(f"start it again: {self.way.command('learner', self._settings.run, child.name)}")
+                self._screen.note(f"start it again: {self.route.command('learner', self._settings.run, child.name)}")
             await self._event(name, child.name, child.ending())
-        if training and not self._anybody(status):
+        if training and not self._has_learner(status):
             raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].obituary())
 
     async def _check_syncers(self, status: Status) -> None:
@@ -296,7 +296,7 @@ class Launcher:
             self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
             await self._event("syncer_died", child.name, child.ending())
 
-    def _anybody(self, status: Status) -> bool:
+    def _has_learner(self, status: Status) -> bool:
         """Return whether a learner is left: a child that runs, or a live one that joined from elsewhere."""
         ours = self._children.named("learner-")
         return any(child.alive for child in ours) or any(one["live"] for one in status["learners"])
@@ -467,9 +467,9 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
                 screen.note(note)
             if settings.redis_port is not None:
                 where = reached_at(settings)
-                launcher.way = way_to(where, launcher.own)
+                launcher.route = redis_route(where, launcher.own)
                 screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
-            async with left_in(folder.path, bus, settings, screen.note, launcher.way) as page:
+            async with left_in(folder.path, bus, settings, screen.note, launcher.route) as page:
                 launcher.show_page(page)
                 await launcher.watch(stop)
                 wall_s = time.monotonic() - began

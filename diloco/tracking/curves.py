@@ -75,7 +75,7 @@ class Rounds:
 
     def see(self, poll: Poll) -> list[Point]:
         """Return points of the rounds that are complete. A round stays incomplete if the tape has dropped a merge."""
-        if poll.anew:
+        if poll.started_over:
             self._merges.clear()
             self._rejected.clear()
         for one in poll.records:

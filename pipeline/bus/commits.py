@@ -20,7 +20,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest(Staged):
+class Remainder(Staged):
     """The staged payload that holds what a global payload lacks of the exact values."""
 
     shown: bytes
@@ -32,7 +32,7 @@ class Published:
     """The payloads of a version, which its head names."""
 
     payload: Staged
-    rest: Rest | None = None
+    rest: Remainder | None = None
     """None: the payload has the exact values."""
     momentum: Staged | None = None
     """None: all zeros."""

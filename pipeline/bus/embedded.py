@@ -89,7 +89,7 @@ def _check_users(file: Path, password: str | None) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the users' file {file} cannot be read: {error}") from error
     defaults = [line for line in lines if line.split()[:2] == ["user", "default"]]
-    if not defaults or not all(map(_is_off, defaults)):
+    if not defaults or not all(map(_login_disabled, defaults)):
         raise UsageError(
             f"{file} lets in clients that have not logged in: create it with `diloco acl`, which begins with\n{NOBODY}"
         )
@@ -100,7 +100,7 @@ def _check_users(file: Path, password: str | None) -> None:
         raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: create it with `diloco acl`")
 
 
-def _is_off(line: str) -> bool:
+def _login_disabled(line: str) -> bool:
     """Return whether nobody can log in as this user (the last of "on" and "off" counts) and it has all rights.
 
     Redis itself needs the rights of `default` (see `acl.NOBODY`).

@@ -185,7 +185,7 @@ def decode_count(what: str, blob: bytes | None) -> int:
     return int(blob or 0)
 
 
-class HereSyncer(NamedTuple):
+class LiveSyncer(NamedTuple):
     """A live syncer's entry on the bus."""
 
     saved_tokens: int
@@ -193,22 +193,22 @@ class HereSyncer(NamedTuple):
     name: str
 
 
-def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> list[HereSyncer]:
+def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> list[LiveSyncer]:
     """Return the syncers whose entries have not expired, sorted by nonce; unreadable entries are skipped."""
     live = []
     for nonce, value in sorted(found.items()):
         until_ms, saved, name = [*value.split(b" ", 2), b"", b""][:3]
         if _is_count(until_ms) and _is_count(saved) and int(until_ms) > now_ms:
-            live.append(HereSyncer(int(saved), nonce.decode(errors="replace"), name.decode(errors="replace")))
+            live.append(LiveSyncer(int(saved), nonce.decode(errors="replace"), name.decode(errors="replace")))
     return live
 
 
-def syncer_names(live: Iterable[HereSyncer]) -> dict[str, str]:
+def syncer_names(live: Iterable[LiveSyncer]) -> dict[str, str]:
     """Return nonce -> name."""
     return {one.nonce: one.name for one in live}
 
 
-def savers(live: Iterable[HereSyncer]) -> list[HereSyncer]:
+def savers(live: Iterable[LiveSyncer]) -> list[LiveSyncer]:
     """Return the syncers that have a checkpoint to restore, most tokens last (`SyncerBoard.read_savers`)."""
     return sorted(one for one in live if one.saved_tokens)
 

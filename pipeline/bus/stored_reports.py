@@ -87,16 +87,16 @@ def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes 
     holders: learner -> value of its holder key.
     """
 
-    def worth(name: bytes) -> tuple[bool, int]:
+    def priority(name: bytes) -> tuple[bool, int]:
         if (report := _read_report(name, reports[name])) is None:
             return NOTHING
         return holders.get(report.learner) == holder(report), report.tokens
 
-    worths = {name: worth(name) for name in sorted(reports)}
-    ranked = sorted(worths, key=lambda name: worths[name], reverse=True)
+    priorities = {name: priority(name) for name in sorted(reports)}
+    ranked = sorted(priorities, key=lambda name: priorities[name], reverse=True)
     sizes = accumulate(len(name) + len(reports[name]) for name in ranked)
     left = sum(size <= reports_bytes(REPORTS_LEFT, fragments) for size in sizes)
-    return {*ranked[min(left, REPORTS_LEFT) :], *(name for name in ranked if worths[name] == NOTHING)}
+    return {*ranked[min(left, REPORTS_LEFT) :], *(name for name in ranked if priorities[name] == NOTHING)}
 
 
 def holder(report: LearnerReport) -> bytes:

@@ -56,7 +56,7 @@ def try_folder(path: Path, *files: str) -> None:
         raise OSError(f"{there}: {error.strerror or error}") from error
 
 
-def said(error: OSError) -> str:
+def error_text(error: OSError) -> str:
     """Return what is wrong, for people; if the file belongs to another user, with a remedy."""
     theirs = isinstance(error, PermissionError) and isinstance(error.filename, str)
     return str(denied(Path(error.filename)) if theirs else error)

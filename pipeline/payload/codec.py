@@ -202,7 +202,7 @@ def read_ending(tail: bytes) -> tuple[bytes, bytes | None] | None:
 Grown = Callable[[], object]
 
 
-def nobody() -> None:
+def do_nothing() -> None:
     """Do nothing: nobody waits for the payload to grow."""
 
 
@@ -212,7 +212,7 @@ class Payload:
     One thread writes it, and another may at the same time encode the chunks that are complete.
     """
 
-    def __init__(self, data: memoryview, chunk_bytes: int, grown: Grown = nobody) -> None:
+    def __init__(self, data: memoryview, chunk_bytes: int, grown: Grown = do_nothing) -> None:
         self._data, self._chunk_bytes, self._grown = data, chunk_bytes, grown
         self._total = xxhash.xxh3_128()
         self._digests: list[bytes] = []

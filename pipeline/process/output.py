@@ -18,7 +18,7 @@ _NOWHERE = Path(os.devnull)
 _refuge = _NOWHERE
 
 
-class _Lasting(io.FileIO):
+class _UnclosableStream(io.FileIO):
     """A raw stream whose descriptor is never closed, and whose writes never fail."""
 
     def write(self, data: "bytes | bytearray | memoryview") -> int | None:  # type: ignore[override]  # a buffer
@@ -66,7 +66,7 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
     if stream is None:  # it was closed before a user's own program started
         return _NOWHERE.open("w")
     stream.flush()
-    raw: io.RawIOBase = _Lasting(descriptor, "w", closefd=False)
+    raw: io.RawIOBase = _UnclosableStream(descriptor, "w", closefd=False)
     through = getattr(stream, "write_through", False)
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", None, True, through)
 

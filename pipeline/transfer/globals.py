@@ -18,13 +18,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.bus.commits import Published, Rest, Staged
+from diloco.pipeline.bus.commits import Published, Remainder, Staged
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, chunk_count, nobody, payload_digest
+from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, chunk_count, do_nothing, payload_digest
 from diloco.pipeline.transfer.halves import Halves, complete, split, widened
 from diloco.pipeline.transfer.payloads import Offload, pull, push_payload
 
@@ -44,7 +44,7 @@ def key_of(keys: RunKeys, kind: Kind, fragment: int, version: int, nonce: str) -
 class GrowingGlobal:
     """Payloads of a new version, which can be uploaded while its values are written from front to back."""
 
-    def __init__(self, values: Float32, momentum: Float32 | None, sync: SyncSpec, grown: Grown = nobody) -> None:
+    def __init__(self, values: Float32, momentum: Float32 | None, sync: SyncSpec, grown: Grown = do_nothing) -> None:
         """Allocate what the payloads need besides these arrays.
 
         Args:
@@ -55,7 +55,7 @@ class GrowingGlobal:
         """
         rounded, chunk_bytes = sync.global_codec == "bf16", sync.chunk_bytes
         self._values = values
-        self._exact = Payload(as_bytes(values), chunk_bytes, nobody if rounded else grown)
+        self._exact = Payload(as_bytes(values), chunk_bytes, do_nothing if rounded else grown)
         self._halves = Halves(len(values), chunk_bytes, grown) if rounded else None
         self.payloads: dict[Kind, Payload] = {"global": self._exact}
         if self._halves is not None:
@@ -80,13 +80,13 @@ class GrowingGlobal:
 def published(staged: Mapping[Kind, Staged], payloads: Mapping[Kind, Payload]) -> Published:
     """Return what a head names for a version; `payloads` are those that were staged."""
     rest = staged.get("rest")
-    lacking = None if rest is None else Rest(rest.key, rest.chunks, payloads["global"].digest)
+    lacking = None if rest is None else Remainder(rest.key, rest.chunks, payloads["global"].digest)
     return Published(staged["global"], lacking, staged.get("momentum"))
 
 
 def published_by(head: Head, elements: int, sync: SyncSpec) -> Published:
     """Return what a head already names."""
-    rest = Rest(head.rest, head.chunks, head.payload_digest or b"") if head.rest else None
+    rest = Remainder(head.rest, head.chunks, head.payload_digest or b"") if head.rest else None
     momentum = Staged(head.momentum, chunk_count(elements, "fp32", sync.chunk_bytes)) if head.momentum else None
     return Published(Staged(head.payload, head.chunks), rest, momentum)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, nobody
+from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, do_nothing
 
 Float32 = npt.NDArray[np.float32]
 Half = npt.NDArray[np.uint16]
@@ -68,7 +68,7 @@ def complete(values: Float32, low: npt.NDArray[np.generic]) -> None:
 class Halves:
     """Both halves of a vector that is written from front to back, as payloads."""
 
-    def __init__(self, elements: int, chunk_bytes: int, grown: Grown = nobody) -> None:
+    def __init__(self, elements: int, chunk_bytes: int, grown: Grown = do_nothing) -> None:
         """Allocate both halves; `grown` is called as in `Payload`."""
         self._high, self._low = pooled(elements, np.uint16), pooled(elements, np.uint16)
         self._done = 0

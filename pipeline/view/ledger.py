@@ -160,7 +160,7 @@ def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout:
     """
     records = list(records)
     commits, lost = surviving(records, ledger_inputs.heads)
-    books = _Books(layout)
+    books = _DeltaFates(layout)
     for commit in commits:
         for part in commit.contributions:
             books.merge(commit.fragment, part.learner, part.incarnation, part.base_version, part.tokens)
@@ -194,7 +194,7 @@ def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout:
     return [found[key] for key in sorted(found)]
 
 
-class _Books:
+class _DeltaFates:
     """The fate of deltas by fragment, incarnation and base.
 
     All deltas of an incarnation on one base contain the same training: a later one includes an earlier one. So only the

@@ -19,13 +19,13 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MAX_TOKENS
-from diloco.pipeline.pacing import Pace, long_rounds, outer_room, slow_merges
+from diloco.pipeline.pacing import Pace, long_rounds, outer_budget, slow_merges
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.view import trouble
 from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.pipeline.view.merged_share import MergedShare, shares
 
-NOTHING_TOLD = trouble.Told()
+NO_FACTS = trouble.EventFacts()
 
 
 class LearnerStatus(TypedDict):
@@ -312,7 +312,7 @@ def build_status(
     live_s: float = BUS_TIMES.live_s,
     syncers: Mapping[str, str] | None = None,
     holders: Sequence[str | None] = (),
-    told: trouble.Told = NOTHING_TOLD,
+    told: trouble.EventFacts = NO_FACTS,
     takes_writes: bool = True,
     away: Collection[int] = (),
 ) -> Status:
@@ -339,7 +339,7 @@ def build_status(
     goes_on = state is None or state.phase is not Phase.FINISHED
     if goes_on and takes_writes and syncers is not None and not syncers and present:
         warnings.append("the run has no syncer, so nothing is merged: start `diloco syncer` for this run")
-    strayed = trouble.strays(syncers, holders) if goes_on else ""
+    strayed = trouble.stray_leases(syncers, holders) if goes_on else ""
     warnings += [strayed] if strayed else []
     if state is not None and state.set_aside and goes_on:
         warnings.append(
@@ -351,11 +351,11 @@ def build_status(
     if suspected and goes_on:
         why = "their last deltas were refused, late or missing"
         warnings.append(f"merges do not wait for {', '.join(suspected)}, because {why}")
-    room = None
+    outer = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):
         paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]
         steps = [seen.report.step_s for seen in here]
-        slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)
+        slow, outer = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_budget(spec.sync, paces, steps)
         rounds = [interval_in_force(spec.sync, head.version, head.interval) for head in present]
         long = long_rounds(spec.sync.sync_interval, rounds)
         warnings += [str(one) for one in (slow, long) if one]
@@ -395,6 +395,6 @@ def build_status(
             "elapsed_s": evaluation.elapsed_s,
             "final": evaluation.final,
         },
-        "outer_step": None if room is None else OuterStep(outer_s=room.outer_s, room_s=room.room_s, share=room.share),
+        "outer_step": outer and OuterStep(outer_s=outer.outer_s, room_s=outer.budget_s, share=outer.share),
         "warnings": warnings,
     }

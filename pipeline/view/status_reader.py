@@ -15,7 +15,7 @@ from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view import trouble
-from diloco.pipeline.view.status import NOTHING_TOLD, Status, build_status
+from diloco.pipeline.view.status import NO_FACTS, Status, build_status
 
 
 def _recent(clock: Clock) -> str:
@@ -67,7 +67,7 @@ class StatusReader:
         state.
         """
         self._bus, self._clock, self._live_s = bus, clock, live_s
-        self._told, self._cursor = NOTHING_TOLD, START
+        self._told, self._cursor = NO_FACTS, START
 
     async def read(self, answers_s: float = math.inf) -> Status:
         """Return the status now. `answers_s`: as in `as_heard`.
@@ -101,7 +101,7 @@ async def read_status_of(
     evaluation: Evaluation | None,
     info: BusInfo,
     live_s: float | None,
-    told: trouble.Told,
+    told: trouble.EventFacts,
     answers_s: float = math.inf,
 ) -> tuple[Status, list[Head | None], RunState | None]:
     """Read the status for a caller that already has the parts that seldom change; return it with its heads and state.
@@ -115,8 +115,10 @@ async def read_status_of(
     heads = [there.get(p) for p in fragments]
     held = await by_group(bus.keys, fragments, bus.read_leases)
     syncers = await bus.read_syncers()
-    if strays := [p for p, holder in held.items() if holder not in (None, *syncers)]:  # or its syncer has just left
-        held |= await by_group(bus.keys, strays, bus.read_leases)
+    if stray_leases := [
+        p for p, holder in held.items() if holder not in (None, *syncers)
+    ]:  # or its syncer has just left
+        held |= await by_group(bus.keys, stray_leases, bus.read_leases)
     holders = [held.get(p) for p in fragments]
     reports = await bus.read_reports()
     state = await bus.read_state()

@@ -25,7 +25,7 @@ MAX_TRACKED = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class EventFacts:
     """Facts about learners and the server from a run's events."""
 
     scriptless: Mapping[str, float] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Told:
     changes: tuple[float, ...] = ()
     """When the server was replaced or restarted lately, in Unix seconds."""
 
-    def after(self, events: Iterable[Event], now_s: float) -> "Told":
+    def after(self, events: Iterable[Event], now_s: float) -> "EventFacts":
         """Return this with later events added. `now_s` is in Unix seconds."""
         scriptless, changes = dict(self.scriptless), list(self.changes)
         for event in events:
@@ -44,10 +44,10 @@ class Told:
             if event.name == REDIS_CHANGED:
                 changes.append(min(event.unix_s, now_s))
         recent = {who: told_s for who, told_s in scriptless.items() if now_s - told_s < RECENT_S}
-        return Told(recent, tuple(one for one in changes if now_s - one < RECENT_S)[-MAX_TRACKED:])
+        return EventFacts(recent, tuple(one for one in changes if now_s - one < RECENT_S)[-MAX_TRACKED:])
 
 
-def changed(told: Told, now_s: float) -> str:
+def changed(told: EventFacts, now_s: float) -> str:
     """Return a warning if Redis failed over or was restarted lately, else "". `now_s` is in Unix seconds."""
     if not told.changes:
         return ""
@@ -103,7 +103,7 @@ def awaited(
     return f"{AWAITED} a syncer and learners" if abandoned else ""
 
 
-def strays(syncers: Mapping[str, str] | None, holders: Sequence[str | None]) -> str:
+def stray_leases(syncers: Mapping[str, str] | None, holders: Sequence[str | None]) -> str:
     """Return a warning about leases held by none of the present syncers; "" if there are none, or no syncers."""
     found = {p: holder for p, holder in enumerate(holders) if holder not in (None, *(syncers or ()))} if syncers else {}
     if not found:

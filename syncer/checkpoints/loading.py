@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.sums import SUMS_FILE, damaged, parse_sums
 from diloco.pipeline.files.tensor_file import Tensor, tensors_in
-from diloco.pipeline.files.writable import said
+from diloco.pipeline.files.writable import error_text
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot, layout_of
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
@@ -198,7 +198,7 @@ def find_checkpoint(place: str | Path) -> Place:
             if runs := runs_in(directory):
                 return _newest(_only(runs, directory))
     except OSError as error:
-        raise UsageError(f"cannot look for a checkpoint: {said(error)}") from error
+        raise UsageError(f"cannot look for a checkpoint: {error_text(error)}") from error
     raise NoCheckpoint(
         f"{place} is no checkpoint: expected a folder with {STATE_FILE}, or one where a run has saved its checkpoints"
     )
@@ -240,7 +240,7 @@ def newest_of_run(place: Place, run: str) -> Checkpoint | None:
             return None
         return read_newest(partial(_newest, own[-1]), open_checkpoint) if own else None
     except OSError as error:
-        raise UsageError(f"cannot look for a checkpoint: {said(error)}") from error
+        raise UsageError(f"cannot look for a checkpoint: {error_text(error)}") from error
 
 
 def _only(runs: list[Place], place: Place) -> Place:
@@ -303,7 +303,7 @@ def _read(folder: Place, name: str) -> bytes:
             f"{folder}/{name} is missing: this is not a whole checkpoint; take another one or another copy"
         ) from error
     except OSError as error:
-        raise UsageError(f"cannot read {folder}/{name}: {said(error)}") from error
+        raise UsageError(f"cannot read {folder}/{name}: {error_text(error)}") from error
 
 
 def _tensors(data: bytes, file: str) -> Mapping[str, Tensor]:

@@ -103,7 +103,7 @@ async def begin_checkpoint(place: Place, name: str, leftovers: Leftovers, offloa
     Raises:
         OSError: the folder cannot be written.
     """
-    await _or_unmade(offload, place, name, _to_its_end(offload, _begin, place, name, leftovers))
+    await _remove_on_failure(offload, place, name, _run_to_completion(offload, _begin, place, name, leftovers))
 
 
 def _begin(place: Place, name: str, leftovers: Leftovers) -> None:
@@ -133,20 +133,20 @@ async def finish_checkpoint(
             if p not in found_fragments(await offload(folder.names)):
                 await save_fragment(bus, spec, folder, p, offload)
         state = await _answered(partial(_saved_state, bus, spec, folder, offload))
-        return await _to_its_end(offload, _make_one, place, name, state)
+        return await _run_to_completion(offload, _make_one, place, name, state)
 
-    dropped = await _or_unmade(offload, place, name, write())
-    await _to_its_end(offload, _drop, place, dropped)
+    dropped = await _remove_on_failure(offload, place, name, write())
+    await _run_to_completion(offload, _drop, place, dropped)
     return folder
 
 
-async def _or_unmade(offload: Offload, place: Place, name: str, work: Awaitable[T]) -> T:
+async def _remove_on_failure(offload: Offload, place: Place, name: str, work: Awaitable[T]) -> T:
     """Return the result of work on a checkpoint; if it fails, remove what is there of the checkpoint."""
     try:
         return await work
     except BaseException:
         with suppress(OSError):
-            await _to_its_end(offload, _unmake, place, name)
+            await _run_to_completion(offload, _remove_unfinished, place, name)
         raise
 
 
@@ -161,7 +161,7 @@ async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
     return await ask()
 
 
-async def _to_its_end(offload: Offload, write: Callable[..., T], *args: object) -> T:
+async def _run_to_completion(offload: Offload, write: Callable[..., T], *args: object) -> T:
     """Run a write in a thread. A thread cannot be cancelled, so if this task is, it first waits for the thread's end.
 
     The caller can then remove what was written, without a thread that still writes there.
@@ -189,7 +189,7 @@ async def save_fragment(bus: Bus, spec: Spec, folder: Place, fragment: int, offl
     """
     layout = layout_of(spec.tensors).fragments[fragment]
     head, values, momentum = await _answered(partial(_read_fragment, bus, layout, spec.sync, offload))
-    await _to_its_end(offload, _write_fragment, folder, head, values, momentum)
+    await _run_to_completion(offload, _write_fragment, folder, head, values, momentum)
 
 
 async def _read_fragment(
@@ -333,7 +333,7 @@ def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
     return dropped
 
 
-def _unmake(place: Place, name: str) -> None:
+def _remove_unfinished(place: Place, name: str) -> None:
     """Remove an unfinished checkpoint, which would fill the disk, unless `latest` names it.
 
     It may: an object store can carry out a write whose answer was lost.

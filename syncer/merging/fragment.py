@@ -15,7 +15,7 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import MERGES_KEPT, MergedBase
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
-from diloco.pipeline.payload.codec import Grown, Vector, nobody
+from diloco.pipeline.payload.codec import Grown, Vector, do_nothing
 from diloco.pipeline.ramps import interval_in_force
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import clip_factors, merge_weights
@@ -165,7 +165,7 @@ class FragmentState:
     def _interval_in_force(self) -> int:
         return interval_in_force(self.sync, self.version, self.interval)
 
-    def outer_step(self, deltas: Sequence[Delta], total: Sum, grown: Grown = nobody) -> OuterStep:
+    def outer_step(self, deltas: Sequence[Delta], total: Sum, grown: Grown = do_nothing) -> OuterStep:
         """Return the step that merges a window's deltas. Experiments may override this method.
 
         Args:

@@ -200,7 +200,7 @@ class Contributions(NamedTuple):
         return Terms(self.deltas, [float(one[tensor]) for one in self.norms], self.shares, self.factors)
 
 
-class Closed(NamedTuple):
+class TensorStats(NamedTuple):
     """Measurements of one tensor's pseudogradient, taken while it is made."""
 
     squares: float
@@ -218,13 +218,13 @@ class Rule(Protocol):
     def add(self, terms: Terms) -> None:
         """Add these contributions to the sum."""
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
         """Add the rest and make the pseudogradient.
 
         Args:
             rest: contributions that were not added yet; may be empty.
             scale: 1 / sum of all shares.
-            recorded: `Closed.direction` of an earlier merge to scale by, instead of the one measured here.
+            recorded: `TensorStats.direction` of an earlier merge to scale by, instead of the one measured here.
             each_block: called for each block (see `EachBlock`).
         """
 
@@ -266,7 +266,7 @@ class Mean:
         for _ in self._added(terms):
             pass
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
         """Add the rest and make the pseudogradient (see `Rule.close`), in one pass."""
         found = 0.0
         for start, stop, block in self._added(rest):
@@ -274,7 +274,7 @@ class Mean:
                 np.multiply(block, scale, out=block)
             found += squares(block)
             each_block(start, stop)
-        return Closed(found)
+        return TensorStats(found)
 
     def _added(self, terms: Terms) -> Iterator[tuple[int, int, Float32]]:
         return self._sum.add(terms.deltas, list(map(mul, terms.shares, terms.factors)))
@@ -292,7 +292,7 @@ class Rda:
         for _ in self._added(terms):
             pass
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
         """Add the rest and make the pseudogradient (see `Rule.close`).
 
         It takes two passes: the length of the mean direction, by which a block is scaled, is known after the first.
@@ -307,7 +307,7 @@ class Rda:
         for start, stop in _blocks(self._slot.start, self._slot.stop):
             np.multiply(self._out[start:stop], factor, out=self._out[start:stop])
             each_block(start, stop)
-        return Closed(found * factor * factor, measured)
+        return TensorStats(found * factor * factor, measured)
 
     def _added(self, terms: Terms) -> Iterator[tuple[int, int, Float32]]:
         both = list(zip(terms.shares, terms.lengths, strict=True))
@@ -331,7 +331,7 @@ class RdaRow:
         for start, stop in self._row_blocks():
             self._add(terms, self._rows.part(*self._numbers(start, stop)), start, stop)
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
         """Add the rest and make the pseudogradient (see `Rule.close`)."""
         found = 0.0
         for start, stop in self._row_blocks():
@@ -342,7 +342,7 @@ class RdaRow:
             for block_start, block_stop in _blocks(start, stop):
                 found += squares(self._out[block_start:block_stop])
                 each_block(block_start, block_stop)
-        return Closed(found)
+        return TensorStats(found)
 
     def _row_blocks(self) -> Iterator[tuple[int, int]]:
         """Return (start, stop) of blocks of whole rows, in elements."""
@@ -413,7 +413,7 @@ class Reduced(NamedTuple):
     norm: float
     """L2 norm of the pseudogradient."""
     directions: Float64
-    """(tensors,): `Closed.direction` of each tensor."""
+    """(tensors,): `TensorStats.direction` of each tensor."""
 
 
 class Sum:

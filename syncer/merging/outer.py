@@ -19,7 +19,7 @@ from typing_extensions import override
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.codec import Grown, nobody
+from diloco.pipeline.payload.codec import Grown, do_nothing
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.transfer.globals import GrowingGlobal
 from diloco.syncer.algorithm import HALLEY
@@ -97,9 +97,9 @@ class PlainStep:
 
     def block(self, start: int, stop: int) -> None:
         """Take the step for elements [start, stop), at most `BLOCK` of them."""
-        self.go(start, stop, self._out[start:stop], self._scratch[: stop - start])
+        self.apply_step(start, stop, self._out[start:stop], self._scratch[: stop - start])
 
-    def go(self, start: int, stop: int, step: Float32, scratch: Float32) -> None:
+    def apply_step(self, start: int, stop: int, step: Float32, scratch: Float32) -> None:
         """Write theta - lr*step of elements [start, stop). step and scratch, both (stop - start,), may be the same."""
         np.multiply(step, self._lr, out=scratch)
         np.subtract(self._theta[start:stop], scratch, out=self._out[start:stop])
@@ -133,7 +133,7 @@ class NesterovStep(PlainStep):
     def block(self, start: int, stop: int) -> None:
         step = self._scratch[: stop - start]
         self.direction(start, stop, step)
-        self.go(start, stop, step, step)
+        self.apply_step(start, stop, step, step)
 
     def direction(self, start: int, stop: int, step: Float32) -> None:
         """Write the new b of elements [start, stop), and D + mu*b to step (stop - start,)."""
@@ -232,14 +232,14 @@ def matrix_blocks(
         direction = found[part]
         step.direction(slot.start, slot.stop, direction)
         matrix = direction.reshape(slot.tensor.shape)
-        np.copyto(direction, at_its_length(halley_iteration(matrix), matrix))
+        np.copyto(direction, with_norm_of(halley_iteration(matrix), matrix))
         taken = direction if recorded is None else recorded[part]
-        step.go(slot.start, slot.stop, taken, np.empty_like(taken))
+        step.apply_step(slot.start, slot.stop, taken, np.empty_like(taken))
         yield slot.stop
         done = part.stop
 
 
-def at_its_length(turned: Float32, matrix: Float32) -> Float32:
+def with_norm_of(turned: Float32, matrix: Float32) -> Float32:
     """Return `turned` scaled to the Frobenius length of `matrix`, both (rows, columns), as a flat vector."""
     flat = np.ascontiguousarray(turned).reshape(-1)
     with np.errstate(over="ignore"):  # an infinite outcome is refused by `finite`
@@ -293,7 +293,7 @@ class OuterStep:
         sync: SyncSpec,
         outer: Outer,
         before: State,
-        grown: Grown = nobody,
+        grown: Grown = do_nothing,
     ) -> None:
         """Allocate what the step writes, besides the sum's memory.
 

@@ -29,7 +29,7 @@ from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.appending import append_whole
-from diloco.pipeline.files.writable import said
+from diloco.pipeline.files.writable import error_text
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.replay.disk import Disk
@@ -74,7 +74,7 @@ class TapeArchive:
         try:
             self._files = {group: self._opened(group) for group in range(groups)}
         except OSError as error:
-            raise UsageError(f"--tape-dir: cannot write to {directory}: {said(error)}") from error
+            raise UsageError(f"--tape-dir: cannot write to {directory}: {error_text(error)}") from error
 
     async def follow(self) -> None:
         """Archive until cancelled; entries that could not be written are read from the tape again."""

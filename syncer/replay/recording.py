@@ -28,7 +28,7 @@ import structlog
 from pydantic import Field
 
 from diloco.pipeline.errors import BadMessage, BadPayload, OtherFormat, UsageError
-from diloco.pipeline.files.writable import said
+from diloco.pipeline.files.writable import error_text
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Contribution
@@ -151,7 +151,7 @@ class Recorder:
                     f"{directory} holds the recording of another run: choose another folder for --record-deltas"
                 )
         except OSError as error:
-            raise UsageError(f"--record-deltas: cannot write to {directory}: {said(error)}") from error
+            raise UsageError(f"--record-deltas: cannot write to {directory}: {error_text(error)}") from error
 
     async def merge(self, base: FragmentState, deltas: Sequence[Delta], merged: Merged) -> None:
         """Record a merge that is about to be committed; deltas are in the order in which they were summed."""

@@ -17,7 +17,7 @@ from diloco.syncer.context import AgreedSpec
 from diloco.syncer.owner import FragmentOwner
 
 
-class Lost:
+class BusRestorer:
     """Puts back, from one syncer's memory, what the bus has lost of the whole run."""
 
     def __init__(self, bus: Bus, clock: Clock, agreed: AgreedSpec, owners: Sequence[FragmentOwner]) -> None:

@@ -61,7 +61,7 @@ class Checkpoints:
         """Content of the last checkpoint: the number of tokens, and the heads' digests."""
         self.problem = ""
         """Why the last checkpoint could not be saved, for the status."""
-        self.went_on = asyncio.Event()
+        self.fragment_saved = asyncio.Event()
         """Set whenever one more fragment is saved."""
         self.in_order = True
         """False once the last checkpoint, on stopping or at the end of the run, could not be saved."""
@@ -139,7 +139,7 @@ class Checkpoints:
                     break  # it is complete already, or it is in another place
                 if p not in found_fragments(names):
                     await save_fragment(self._bus, context.agreed.spec, folder, p, context.offload)
-                self.went_on.set()
+                self.fragment_saved.set()
         except (UsageError, PeerError, OSError) as error:  # the lead saves them too, or reports the error
             self._log.warning("checkpoint_not_helped", checkpoint=name, error=str(error))
 
@@ -241,4 +241,4 @@ class Checkpoints:
     def _each(self, fragments: Iterable[int]) -> Iterator[int]:
         for p in fragments:
             yield p
-            self.went_on.set()
+            self.fragment_saved.set()

@@ -109,7 +109,9 @@ class Lead:
         update: dict[str, Any] = {"tokens": max(state.tokens, self._watch.tokens(state))}
         # A report may fall and rise again, while the run's tokens never fall. So tokens that count already are never
         # set aside afterwards.
-        update["set_aside"] = min(state.set_aside + self._trained_aside(state), update["tokens"] - state.counted_tokens)
+        update["set_aside"] = min(
+            state.set_aside + self._diverged_tokens(state), update["tokens"] - state.counted_tokens
+        )
         update["liveness_s"] = self._watch.liveness_s  # used by status and page
         if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self._clock.unix()):
             merged = await self._merged_tokens()
@@ -120,7 +122,7 @@ class Lead:
             update |= {"phase": Phase.DRAINING, "reason": "the token budget is reached"}
         return state.model_copy(update=update)
 
-    def _trained_aside(self, state: RunState) -> int:
+    def _diverged_tokens(self, state: RunState) -> int:
         """Return the tokens that diverged learners have trained since the last look, which are lost."""
         before, of = self._aside, self._diverged.learners
         reports = [seen.report for seen in self._watch.reports if seen.counts_in(state) and seen.report.learner in of]

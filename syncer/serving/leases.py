@@ -236,10 +236,10 @@ class Leases:
             if holder not in (None, self._nonce) and p not in self._held and self._owners[p].idle.is_set():
                 self._owners[p].forget()  # the cached version is older than the other syncer's
         # A lease that is held by no live syncer might never expire. This call shortens it to one lease time of ours.
-        strays = [p for p, holder in holders.items() if holder not in (None, *self.syncers)]
+        stray_leases = [p for p, holder in holders.items() if holder not in (None, *self.syncers)]
         lease_s = self._lease_s
-        asking = (self._in_time(self._bus.acquire_lease(p, self._nonce, lease_s, lease_s)) for p in strays)
-        for p, answer in zip(strays, await asyncio.gather(*asking, return_exceptions=True), strict=True):
+        asking = (self._in_time(self._bus.acquire_lease(p, self._nonce, lease_s, lease_s)) for p in stray_leases)
+        for p, answer in zip(stray_leases, await asyncio.gather(*asking, return_exceptions=True), strict=True):
             if answer is True:  # it had expired meanwhile, and this call took it
                 holders[p] = self._nonce
         free = [

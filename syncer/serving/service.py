@@ -23,7 +23,7 @@ from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.view.page.collector import Collector
-from diloco.pipeline.view.page.join_command import Way
+from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import StatusReader
 from diloco.pipeline.waiting import meanwhile
@@ -181,7 +181,7 @@ async def serve(settings: SyncerProcess) -> int:
     if bus is None:
         return AGAIN_STATUS
     service = SyncerService(bus, bus.clock, settings, metrics)
-    collector = Collector(bus, service.clock, service.nonce, settings.liveness_s, way=Way.of(url))
+    collector = Collector(bus, service.clock, service.nonce, settings.liveness_s, route=RedisRoute.of(url))
     metrics.registry.register(RunMetrics(collector.reading, service.clock, service.leads))
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()

@@ -44,7 +44,7 @@ class BusWarnings:
     def __init__(self) -> None:
         self._told: frozenset[str] = frozenset()
 
-    def tell(self, info: BusInfo, *findings: Finding) -> None:
+    def log_new(self, info: BusInfo, *findings: Finding) -> None:
         """Log those warnings of the server's present state, and of further findings, that are new."""
         told = {one: one for one in info.warnings} | {one.about: str(one) for one in findings if one.level != "ok"}
         for what in sorted(told.keys() - self._told):
@@ -52,7 +52,7 @@ class BusWarnings:
         self._told = frozenset(told)
 
 
-class Way(StrEnum):
+class StartMode(StrEnum):
     """How a syncer that starts comes to its run."""
 
     BEGIN = "begin"
@@ -85,7 +85,9 @@ class OnBus(NamedTuple):
         return (self.older or not self.whole) and not self.newer
 
 
-def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, overwrite: bool, run: str) -> Way:
+def start_mode(
+    on_bus: OnBus | None, saved: RunState | None, tokens: int | None, overwrite: bool, run: str
+) -> StartMode:
     """Return what the start command means, which is the same command throughout a run's life.
 
     The columns are the newest checkpoint found: none, of this run, of this run when it has finished, or of an earlier
@@ -111,15 +113,15 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
         UsageError: the bus has another run of that name.
     """
     if saved is None or overwrite:
-        return Way.BEGIN if on_bus is None else Way.JOIN
-    again = Way.FINISHED if saved.is_done(tokens) else Way.RESUME
+        return StartMode.BEGIN if on_bus is None else StartMode.JOIN
+    again = StartMode.FINISHED if saved.is_done(tokens) else StartMode.RESUME
     if on_bus is None:
         return again
     same = on_bus.state.began_unix_s == saved.began_unix_s
     if same and on_bus.lacks and not on_bus.whole:
         return again
     if on_bus.state.phase is Phase.FINISHED:
-        return Way.JOIN
+        return StartMode.JOIN
     if not same:
         raise UsageError(
             f"the run {run!r} on this Redis began {moment(on_bus.state.began_unix_s)} and has {on_bus.state.tokens} "
@@ -127,7 +129,7 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
             f"with {saved.tokens}. To serve the one on Redis: --overwrite, or another --checkpoint-dir. To go on from "
             f"the checkpoint: end everybody, `diloco runs delete {run}`, and the same command again"
         )
-    return again if on_bus.lacks and not on_bus.served else Way.JOIN
+    return again if on_bus.lacks and not on_bus.served else StartMode.JOIN
 
 
 @dataclass(slots=True)
@@ -163,26 +165,26 @@ class Start:
             DilocoError: the settings, the spec or the checkpoint cannot be used.
         """
         checkpoint = saved = await self.offload(self._saved)
-        way: Callable[[], Awaitable[Way]] = partial(self._way, checkpoint)
+        mode: Callable[[], Awaitable[StartMode]] = partial(self._find_mode, checkpoint)
         if checkpoint is None and self.settings.resume is not None:
             checkpoint = await self.offload(load_checkpoint, self.settings.resume)
             self._check_budget(checkpoint)
-            way = partial(self._way_of_another, checkpoint)
-        found = await _retry(way)
-        if checkpoint is not None and found in (Way.RESUME, Way.FINISHED):
+            mode = partial(self._mode_for_resume, checkpoint)
+        found = await _retry(mode)
+        if checkpoint is not None and found in (StartMode.RESUME, StartMode.FINISHED):
             if saved is not None:  # check it before the bus is changed, which may have an older but sound state
                 await self.offload(saved.check)
-            await self._resume(checkpoint, way)
-        if checkpoint is not None and found is Way.FINISHED:
+            await self._resume(checkpoint, mode)
+        if checkpoint is not None and found is StartMode.FINISHED:
             extend = f"`diloco runs extend {self.bus.keys.run} --tokens N` and the same commands"
             detail = f"to train on: {extend}, or more --tokens on an empty Redis; to begin anew: --overwrite there"
             done = {"tokens": checkpoint.state.tokens, "checkpoint": str(checkpoint.folder)}
             structlog.get_logger().info("run_was_finished", run=self.bus.keys.run, **done, detail=detail)
             self.finished = True
             return None
-        if saved is not None and found is Way.JOIN:
+        if saved is not None and found is StartMode.JOIN:
             await _retry(partial(self._tell_older, saved))
-        self.bus_warnings.tell(await _retry(self.bus.info))  # early: there may be hours to fix it
+        self.bus_warnings.log_new(await _retry(self.bus.info))  # early: there may be hours to fix it
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
         given = {name: getattr(self.settings, name) for name in SyncSettings.model_fields}
@@ -206,14 +208,14 @@ class Start:
             return None
         return newest_of_run(place_of(place), self.bus.keys.run)
 
-    async def _way(self, saved: Checkpoint | None) -> Way:
+    async def _find_mode(self, saved: Checkpoint | None) -> StartMode:
         told = self.settings.model_fields_set
         tokens = self.settings.tokens if "tokens" in told else None
         state = None if saved is None else saved.state
-        return way_of(await self._on_bus(saved), state, tokens, self.settings.overwrite, self.bus.keys.run)
+        return start_mode(await self._on_bus(saved), state, tokens, self.settings.overwrite, self.bus.keys.run)
 
-    async def _way_of_another(self, checkpoint: Checkpoint) -> Way:
-        """Return the way for a run that is to begin with the checkpoint of another one (`--resume`).
+    async def _mode_for_resume(self, checkpoint: Checkpoint) -> StartMode:
+        """Return the mode of a run that begins with the checkpoint of another one (`--resume`).
 
         Raises:
             UsageError: the run has begun already, without a checkpoint.
@@ -221,11 +223,11 @@ class Start:
         there = await self._on_bus(checkpoint)
         same = there is not None and there.state.began_unix_s == checkpoint.state.began_unix_s
         if there is None or (same and there.lacks and not there.whole):
-            return Way.RESUME
+            return StartMode.RESUME
         if not there.state.base_tokens:
             raise UsageError(f"the run was started before, without {checkpoint.folder}: {taken(self.bus)}")
         structlog.get_logger().info("already_restored", base_tokens=there.state.base_tokens)
-        return Way.JOIN
+        return StartMode.JOIN
 
     def _check_budget(self, checkpoint: Checkpoint) -> None:
         """Check that a run that begins with another run's checkpoint has something left to train.
@@ -264,12 +266,12 @@ class Start:
         ahead = [head.version - known[p].version for p, head in heads.items() if head is not None and p < len(known)]
         return OnBus(state, served, whole, older=min(ahead, default=0) < 0, newer=max(ahead, default=0) > 0)
 
-    async def _resume(self, checkpoint: Checkpoint, way: Callable[[], Awaitable[Way]]) -> None:
+    async def _resume(self, checkpoint: Checkpoint, mode: Callable[[], Awaitable[StartMode]]) -> None:
         """Put a checkpoint on the bus, or wait until another syncer has put its own there, which has no fewer.
 
         Args:
             checkpoint: this syncer's.
-            way: called again, since the bus may have changed meanwhile.
+            mode: called again, since the bus may have changed meanwhile.
         """
         looked_s = self.clock.now()
         while True:
@@ -277,9 +279,9 @@ class Start:
             await _retry(partial(say, checkpoint.state.tokens))
             _, first, name = (await _retry(self.bus.read_savers) or [(0, self.nonce, self.name)])[-1]
             if self.clock.now() - looked_s >= min(TIMES.announced_s, self.settings.lease_s) and first == self.nonce:
-                if await _retry(partial(self._put, checkpoint, way)):
+                if await _retry(partial(self._put, checkpoint, mode)):
                     break
-            elif first != self.nonce and await _retry(way) is Way.JOIN:
+            elif first != self.nonce and await _retry(mode) is StartMode.JOIN:
                 structlog.get_logger().info("resumed_by_another", syncer=name)
                 break
             await asyncio.sleep(TIMES.poll_s)
@@ -292,7 +294,7 @@ class Start:
                 return False
         return True
 
-    async def _put(self, checkpoint: Checkpoint, way: Callable[[], Awaitable[Way]]) -> bool:
+    async def _put(self, checkpoint: Checkpoint, mode: Callable[[], Awaitable[StartMode]]) -> bool:
         """Put the checkpoint on the bus, or the rest of it if an outage or a restart interrupted this before.
 
         A spec that a learner has proposed meanwhile is replaced.
@@ -301,12 +303,12 @@ class Start:
             True if it is done, or no longer needed; False if another syncer holds leases, so that it must be tried
             again.
         """
-        if (found := await way()) is Way.JOIN:
+        if (found := await mode()) is StartMode.JOIN:
             return True
         spec = checkpoint.spec
         # The placement of fragments in groups depends on this bus, not on the checkpoint's.
         anew = {"groups": self.settings.groups or groups_on((await self.bus.info()).cluster, spec.sync.fragments)}
-        if "tokens" in self.settings.model_fields_set and found is not Way.FINISHED:
+        if "tokens" in self.settings.model_fields_set and found is not StartMode.FINISHED:
             anew["tokens"] = self.settings.tokens
         spec = spec.model_copy(update={"sync": spec.sync.model_copy(update=anew)})
         agree(self.settings, spec.sync.model_dump(), SyncSettings, "the checkpoint")
@@ -323,7 +325,7 @@ class Start:
                 return False
         async with holding(self.bus, fragments, self.nonce, self.settings.lease_s):
             given = self.bus, checkpoint, spec, self.nonce, self.name, self.clock, self.offload
-            await restore_checkpoint(*given, finished=found is Way.FINISHED)
+            await restore_checkpoint(*given, finished=found is StartMode.FINISHED)
         await release_all(self.bus, self.nonce, len(fragments))
         structlog.get_logger().info("checkpoint_restored", path=str(checkpoint.folder), tokens=checkpoint.state.tokens)
         return True

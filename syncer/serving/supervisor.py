@@ -18,13 +18,13 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.server import fill_of_run
 from diloco.pipeline.errors import BusError, BusUnavailable
 from diloco.pipeline.messages.run import REDIS_CHANGED, Event, Phase, RunState, SeenReport
-from diloco.pipeline.pacing import long_rounds, merge_share, outer_room, slow_merges
+from diloco.pipeline.pacing import long_rounds, merge_share, outer_budget, slow_merges
 from diloco.pipeline.settings import SyncerProcess
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.initial_version import InitialVersions
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.archive import TapeArchive
-from diloco.syncer.serving.bus_recovery import Lost
+from diloco.syncer.serving.bus_recovery import BusRestorer
 from diloco.syncer.serving.checkpointing import Checkpoints
 from diloco.syncer.serving.closing import finish_run
 from diloco.syncer.serving.lead import Lead
@@ -50,7 +50,7 @@ class Serving:
         initial = InitialVersions(context)
         self.owners = [FragmentOwner(context, layout, initial) for layout in context.layout.fragments]
         self.leases = Leases(self._bus, self._clock, self.owners, context.nonce, context.name, settings.lease_s)
-        self._lost = Lost(self._bus, self._clock, context.agreed, self.owners)
+        self._lost = BusRestorer(self._bus, self._clock, context.agreed, self.owners)
         self._lead = Lead(context)
         self._servers: frozenset[str] = frozenset()
         """Ids of the Redis servers that the run has been on."""
@@ -161,11 +161,11 @@ class Serving:
     async def _bound(self, stop: asyncio.Event, limit: asyncio.Timeout) -> None:
         """Bound the shutdown after `stop` by `shutdown_s`, and extend that anew with each fragment that is saved."""
         await stop.wait()
-        went_on = self._checkpoints.went_on if self._checkpoints else asyncio.Event()
+        fragment_saved = self._checkpoints.fragment_saved if self._checkpoints else asyncio.Event()
         while True:
-            went_on.clear()
+            fragment_saved.clear()
             limit.reschedule(asyncio.get_running_loop().time() + self._settings.shutdown_s)
-            await went_on.wait()
+            await fragment_saved.wait()
 
     async def _end(
         self, stop: asyncio.Event, background: list[asyncio.Task[None]], owners: list[asyncio.Task[None]]
@@ -212,8 +212,8 @@ class Serving:
             await self._refresh()
             slow = None if self._watch.draining else self._slow_merges(warnings.slow_from)
             long = long_rounds(self.context.sync.sync_interval, self._rounds())
-            warnings.tell(self._watch.quorum_warning, slow, long)
-            presence.tell(self._watch.live(), self._watch.reports)
+            warnings.log_new(self._watch.quorum_warning, slow, long)
+            presence.log_changes(self._watch.live(), self._watch.reports)
             await asyncio.sleep(TIMES.watch_s)
 
     async def _refresh(self) -> None:
@@ -240,9 +240,9 @@ class Serving:
         steps = [seen.report.step_s for seen in self._watch.live()]
         served = [owner for owner in self.owners if owner.lease.is_set()]
         paces = [pace for owner in served if (pace := owner.pace) is not None]
-        room = outer_room(sync, paces, steps)
-        metrics.outer_room.set(room.room_s if room else math.nan)
-        metrics.outer_share.set(room.share if room else math.nan)
+        budget = outer_budget(sync, paces, steps)
+        metrics.outer_room.set(budget.budget_s if budget else math.nan)
+        metrics.outer_share.set(budget.share if budget else math.nan)
         reckoned = not any(owner.state.merges.measured for owner in served)
         together_s = sum(pace.outer_s for pace in paces) / self.context.speed.at_once if reckoned else 0.0
         share = merge_share(sync, paces, steps, together_s)
@@ -260,7 +260,7 @@ class Serving:
             await asyncio.sleep(TIMES.server_s)
             info = await self._bus.info()
             fill = fill_of_run(info, self.context.layout.elements, len(self._watch.live()), self.context.sync)
-            self._bus_warnings.tell(info, fill)
+            self._bus_warnings.log_new(info, fill)
             await self._lost.spec()
             await self._tell_change(info)
             if self.leads():
@@ -306,7 +306,7 @@ class _Warnings:
         """Rounds that a merge may take. Once merges were slow, they must fall below half a round (hysteresis)."""
         return 0.5 if self._slow else 1.0
 
-    def tell(self, quorum: str, slow: str | None, long: str | None) -> None:
+    def log_new(self, quorum: str, slow: str | None, long: str | None) -> None:
         """Log the present warnings that are new; "" and None stand for no warning."""
         if quorum and quorum != self._quorum:
             self._log.warning("quorum_short", detail=quorum)
@@ -330,7 +330,7 @@ class _Presence:
         self._here: dict[tuple[str, str], SeenReport] = {}
         self._log = structlog.get_logger()
 
-    def tell(self, live: Sequence[SeenReport], reports: Sequence[SeenReport]) -> None:
+    def log_changes(self, live: Sequence[SeenReport], reports: Sequence[SeenReport]) -> None:
         """Log the changes since the last call, from the live learners and the last reports of all."""
         here = {_life(one): one for one in live}
         for learner, incarnation in sorted(here.keys() - self._here.keys()):

@@ -12,7 +12,7 @@ from diloco.pipeline.messages.run import Event
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.view.page.assets import one_file
 from diloco.pipeline.view.page.collector import Collector, Update
-from diloco.pipeline.view.page.join_command import Way
+from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.page.model import PageModel, Poll
 from diloco.pipeline.view.status import build_status
 from tests import samples
@@ -259,7 +259,7 @@ async def test_one_of_a_kind_is_not_told_in_the_plural(page: Tab) -> None:
 
 async def test_the_command_of_the_remedy_is_chosen_by_one_click(page: Tab) -> None:
     """It stands for itself, so that it can be copied whole; where there is none there is no empty box."""
-    model = PageModel("run", Way.of("redis://:hunter2@10.0.0.5:6379"))
+    model = PageModel("run", RedisRoute.of("redis://:hunter2@10.0.0.5:6379"))
     model.see(Poll(now_s=2000.0, status=build_status("run", None, None, [], [], None, [], 2000.0, 5.0, {"0": "s"})))
     model.patch()
     async with page_of(Still(model)) as address:

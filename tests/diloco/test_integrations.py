@@ -129,7 +129,7 @@ def test_a_loader_lasts_as_long_as_the_run_and_leaves_the_runs_model(redis_serve
                 loss = loop.learn(batch)
                 made += 1
                 if made % 3 == 0:
-                    loader.tell(loss)
+                    loader.report_loss(loss)
                     loop.step()
                     training = loader.learner.joined.training
                     assert training.rounds.tokens == 2 * made

@@ -33,9 +33,9 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.methods import METHODS
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
-from diloco.pipeline.view.page.join_command import Started
+from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.pipeline.view.status import build_status
-from diloco.status import _Found
+from diloco.status import _RunInfo
 from diloco_studies.quality.settings import PRESETS as LAB_PRESETS
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
@@ -481,7 +481,11 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("own", "trainer", "said"),
     [
-        ({"l1": Started(("--learner-id", "l1", "--threads", "3"), {"GPU": "1"})}, {}, "--learner-id l1 --threads 3"),
+        (
+            {"l1": LearnerLaunch(("--learner-id", "l1", "--threads", "3"), {"GPU": "1"})},
+            {},
+            "--learner-id l1 --threads 3",
+        ),
         ({}, {"data_fingerprint": "0123"}, "learner --run my-run --learner-id l1"),
         ({}, {}, "your own program, in run 'my-run', with DILOCO_LEARNER_ID=l1"),
     ],
@@ -499,7 +503,7 @@ def test_status_says_how_a_dead_learner_is_started_again(own, trainer, said):
         spec = samples.spec().model_copy(update={"trainer": trainer})
         found = build_status("my-run", spec, state, seen, heads, None, [], 2000.0)
         place = Place("my-run", "redis://:secret@h:1", None, own=own)
-        last = str(list(_Found(place, found).as_text())[-1])
+        last = str(list(_RunInfo(place, found).as_text())[-1])
         assert (said in last and last.startswith("again      ")) if missed else "again" not in last
         assert "secret" not in last
 
@@ -508,7 +512,7 @@ def test_status_says_how_a_dead_learner_is_started_again(own, trainer, said):
 def test_a_redis_that_goes_while_status_asks_goes_with_its_run(tmp_path, redis_server, capsys, monkeypatch):
     """Status has found a live run; what it meets then is the end of it."""
     folder = Folder(tmp_path)
-    own = {"learner-1": Started(("--learner-id", "learner-1"), {"CUDA_VISIBLE_DEVICES": "1"}, "/data")}
+    own = {"learner-1": LearnerLaunch(("--learner-id", "learner-1"), {"CUDA_VISIBLE_DEVICES": "1"}, "/data")}
     folder.write_run(redis_server, RunProcess(), {}, "http://127.0.0.1:5/", own)
     assert locate(BusSettings(), tmp_path).own == own
     assert cli.main(["status", str(tmp_path)]) == 0

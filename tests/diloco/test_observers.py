@@ -28,7 +28,7 @@ from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.page.collector import AGAIN_S, Collector
-from diloco.pipeline.view.page.join_command import Way
+from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import PageModel, Poll
 from diloco.pipeline.view.status import build_status
@@ -217,7 +217,7 @@ async def test_a_page_that_cannot_be_kept_costs_a_run_its_report_no_more(
 
     monkeypatch.setattr(PageModel, "snapshot", snapshot)
     told: list[str] = []
-    async with left_in(tmp_path, MemoryBus("run", LoopClock()), HttpSettings(), told.append, Way()):
+    async with left_in(tmp_path, MemoryBus("run", LoopClock()), HttpSettings(), told.append, RedisRoute()):
         pass
     assert told[-1] == "the page could not be made: OverflowError: too large"
     assert not (tmp_path / MODEL_FILE).exists()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.bus.commits import MAX_HEADERS, Commit, Published, Refusal, Republication, Rest, Staged
+from diloco.pipeline.bus.commits import MAX_HEADERS, Commit, Published, Refusal, Remainder, Republication, Staged
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
@@ -65,10 +65,10 @@ def changed(commit: Commit, **given: Any) -> Commit:
     return replace(commit, published=replace(commit.published, **payloads), **given)
 
 
-async def rest_of(bus: Bus, version: int, fragment: int = 0) -> Rest:
+async def rest_of(bus: Bus, version: int, fragment: int = 0) -> Remainder:
     """What the global of a version lacks, staged."""
     staged = await stage(bus, bus.keys.rest_payload(fragment, version, f"{version:08x}"))
-    return Rest(staged.key, staged.chunks, bytes([100 + version]) * 16)
+    return Remainder(staged.key, staged.chunks, bytes([100 + version]) * 16)
 
 
 async def first_head(bus: Bus, fragment: int = 0) -> tuple[int, bytes]:
@@ -399,7 +399,7 @@ STAGED_STEP = [
     Case(
         "rest short",
         PayloadIncomplete,
-        change=lambda c: changed(c, rest=Rest(c.published.rest.key, 3, FIRST) if c.published.rest else None),
+        change=lambda c: changed(c, rest=Remainder(c.published.rest.key, 3, FIRST) if c.published.rest else None),
     ),
     Case("rest of another type", BadMessage, lambda b, bus: b.plant(bus.keys.rest_payload(0, 1, "00000001"), "hash")),
     Case("momentum missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.momentum_payload(0, 1, "00000001"))),

@@ -11,7 +11,7 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.redis.redis_url import is_tls, parse
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.view.page.join_command import Way
+from diloco.pipeline.view.page.join_command import RedisRoute
 
 SENTINELS = "redis+sentinel://me:s%40cret@one:1,two,[::1]:3/main"
 
@@ -46,7 +46,7 @@ def test_the_zone_of_an_ipv6_address_is_read_and_shown_as_it_is_written_in_urls(
     assert place.hosts == (HostPort("fe80::1%eth0", 7000),)
     assert place.at(place.hosts[0])["host"] == "fe80::1%eth0"
     assert place.where == "[fe80::1%25eth0]:7000"
-    assert Way.of(f"redis://{written}:7000").url == "redis://[fe80::1%25eth0]:7000"
+    assert RedisRoute.of(f"redis://{written}:7000").url == "redis://[fe80::1%25eth0]:7000"
 
 
 def test_connections_end_soon_after_the_other_end_has_gone_without_a_word() -> None:
@@ -73,10 +73,10 @@ def test_a_malformed_url_is_refused_without_its_password(url: str) -> None:
 
 def test_the_page_names_sentinels_and_no_secret() -> None:
     url = SENTINELS + "?sentinel_password=other"
-    way = Way.of(url)
-    assert way.url == "redis+sentinel://USER:PASSWORD@one:1,two:26379,[::1]:3/main"
-    assert "sentinels' own login" in way.where
-    command = way.command("learner", "r")
+    route = RedisRoute.of(url)
+    assert route.url == "redis+sentinel://USER:PASSWORD@one:1,two:26379,[::1]:3/main"
+    assert "sentinels' own login" in route.where
+    command = route.command("learner", "r")
     assert "cret" not in command
     assert "other" not in command
 

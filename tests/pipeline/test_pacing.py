@@ -4,7 +4,7 @@ import pytest
 
 from diloco.pipeline.needs import INTERVALS
 from diloco.pipeline.outer_cost import Speed
-from diloco.pipeline.pacing import Pace, long_rounds, merge_share, min_step_s, outer_room, slow_merges
+from diloco.pipeline.pacing import Pace, long_rounds, merge_share, min_step_s, outer_budget, slow_merges
 from diloco.syncer.durations import LastMerges
 from tests import samples
 
@@ -68,12 +68,12 @@ def test_what_steps_took_counts_as_soon_as_two_are_made():
 
 def test_the_room_of_an_outer_step_is_that_of_the_full_interval():
     """A third of 4 steps of 0.1 s, and the fragment that is worst off."""
-    room = outer_room(samples.sync_spec(first_interval=1), [Pace(0, 0, 0.0, 0.1), Pace(1, 0, 9.0, 0.2)], [0.1])
-    assert room.outer_s == 0.2
-    assert room.room_s == pytest.approx(0.4 / 3)
-    assert room.share == pytest.approx(1.5)
-    assert outer_room(samples.sync_spec(), [Pace(0, 0, 9.0)], [0.1]) is None
-    assert outer_room(samples.sync_spec(), [Pace(0, 0, 0.0, 0.1)], [0.0]) is None
+    budget = outer_budget(samples.sync_spec(first_interval=1), [Pace(0, 0, 0.0, 0.1), Pace(1, 0, 9.0, 0.2)], [0.1])
+    assert budget.outer_s == 0.2
+    assert budget.budget_s == pytest.approx(0.4 / 3)
+    assert budget.share == pytest.approx(1.5)
+    assert outer_budget(samples.sync_spec(), [Pace(0, 0, 9.0)], [0.1]) is None
+    assert outer_budget(samples.sync_spec(), [Pace(0, 0, 0.0, 0.1)], [0.0]) is None
 
 
 def test_rounds_are_long_from_half_as_much_again() -> None:

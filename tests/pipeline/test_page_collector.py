@@ -18,7 +18,7 @@ from diloco.pipeline.messages.wire import MAX_SECONDS
 from diloco.pipeline.view.page import collector as page_collector
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.from_tape import model_of_tape
-from diloco.pipeline.view.page.lanes import In, Of
+from diloco.pipeline.view.page.lanes import FragmentBits, LearnerBits
 from diloco.pipeline.view.page.model import MAX_LANES, MAX_LOSSES, MAX_MARKS, Model, PageModel, Poll
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import build_status
@@ -163,12 +163,12 @@ async def test_a_kill_is_a_gap_in_the_lane_within_two_seconds() -> None:
     async with aclosing(collector.follow("")) as events:
         await next_event(events)
         await asyncio.sleep(10)
-        assert seconds(collector.model.snapshot()["fine"], "L/l1", Of.GONE) == 0
+        assert seconds(collector.model.snapshot()["fine"], "L/l1", LearnerBits.GONE) == 0
         await second.kill()
         await asyncio.sleep(2)
         model = collector.model.snapshot()
-        assert seconds(model["fine"], "L/l1", Of.GONE) > 0
-        assert seconds(model["fine"], "L/l0", Of.GONE) == 0
+        assert seconds(model["fine"], "L/l1", LearnerBits.GONE) > 0
+        assert seconds(model["fine"], "L/l0", LearnerBits.GONE) == 0
         assert (model["learners"]["l1"]["state"], model["learners"]["l0"]["state"]) == ("silent", "live")
         await asyncio.sleep(10)
         model = collector.model.snapshot()
@@ -181,10 +181,10 @@ async def test_a_kill_is_a_gap_in_the_lane_within_two_seconds() -> None:
         await asyncio.sleep(10)
         model = collector.model.snapshot()
         assert (model["learners"]["l1"]["state"], model["learners"]["l1"]["lives"]) == ("live", 2)
-        assert 10 <= seconds(model["fine"], "L/l1", Of.GONE) <= 14
+        assert 10 <= seconds(model["fine"], "L/l1", LearnerBits.GONE) <= 14
         late = [bits for at, bits in lane(model["fine"], "L/l1") if at > world.clock.unix() - 5]
         assert late
-        assert all(bits & Of.TRAINING and not bits & Of.GONE for bits in late[:-2])
+        assert all(bits & LearnerBits.TRAINING and not bits & LearnerBits.GONE for bits in late[:-2])
     running.cancel()
     await end(first, second)
 
@@ -218,8 +218,8 @@ async def test_a_bus_that_was_away_leaves_no_gap_in_the_lanes_of_who_went_on() -
     await collector.poll()
     model = collector.model.snapshot()
     assert model["sentence"]["level"] == "well"
-    assert seconds(model["fine"], "L/l0", Of.GONE) == 0
-    merged = sum(bool(bits & In.MERGED) for _, bits in lane(model["coarse"], "F/0"))
+    assert seconds(model["fine"], "L/l0", LearnerBits.GONE) == 0
+    merged = sum(bool(bits & FragmentBits.MERGED) for _, bits in lane(model["coarse"], "F/0"))
     assert merged >= (await world.versions())[0]
     running.cancel()
     await end(*party)
@@ -292,8 +292,8 @@ async def test_who_comes_late_sees_the_run_from_its_first_second() -> None:
         for at_s in (20, 45, 75, 110, 140):
             wanted, found = (at(one["coarse"], name, begun_s + at_s) for one in (seen, came))
             assert found == pytest.approx(wanted, rel=0.1, abs=30), (name, at_s)
-    assert seconds(came["coarse"], "L/l1", Of.GONE) == pytest.approx(30, abs=4)
-    assert seconds(came["coarse"], "L/l0", Of.TRAINING) == pytest.approx(150, abs=4)
+    assert seconds(came["coarse"], "L/l1", LearnerBits.GONE) == pytest.approx(30, abs=4)
+    assert seconds(came["coarse"], "L/l0", LearnerBits.TRAINING) == pytest.approx(150, abs=4)
     assert came["learners"]["l1"]["lives"] == 2
     assert any("are known only from when this page" in note for note in came["notes"])
     running.cancel()
@@ -316,7 +316,7 @@ async def test_a_window_that_was_open_before_anybody_looked_is_open_since_then()
     await collector.poll()
     model = collector.model.snapshot()
     assert model["fragments"]["0"]["state"] == "collecting"
-    assert seconds(model["coarse"], "F/0", In.COLLECTING) >= 50
+    assert seconds(model["coarse"], "F/0", FragmentBits.COLLECTING) >= 50
     assert model["sentence"]["text"].startswith("Nothing can be merged: a merge needs 2 learners, but 1 is live")
     await end(first, second)
 
@@ -355,7 +355,7 @@ async def test_a_finished_run_stands_still_however_late_one_looks() -> None:
     running.cancel()
     assert follows.model.snapshot()["coarse"] == before["coarse"]
     assert before["learners"]["l0"]["state"] == "left"
-    assert seconds(before["coarse"], "L/l0", Of.GONE) == 0
+    assert seconds(before["coarse"], "L/l0", LearnerBits.GONE) == 0
     first, second = early.model.snapshot(), late.model.snapshot()
     assert (second["now_s"], second["coarse"]) == (first["now_s"], first["coarse"])
     assert before["sentence"]["level"] == second["sentence"]["level"] == "over"

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco.pipeline.messages.run import SeenReport
-from diloco.pipeline.view.page.lanes import LearnerLife, Of
+from diloco.pipeline.view.page.lanes import LearnerBits, LearnerLife
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import LearnerStatus, build_status
 from tests import samples
@@ -14,7 +14,7 @@ def learner(seen: SeenReport) -> LearnerStatus:
 
 
 def gone_s(times: Timeline) -> float:
-    return sum(times.step_s for bits in times.lanes["L/l0"] if bits & Of.GONE)
+    return sum(times.step_s for bits in times.lanes["L/l0"] if bits & LearnerBits.GONE)
 
 
 @pytest.mark.parametrize(("made", "gap"), [(30, False), (1, True)], ids=["it went on", "it stood still"])
@@ -24,13 +24,13 @@ def test_a_gap_of_who_went_on_is_filled(made: int, gap: bool) -> None:
     for now_s, age_s, step in ((1010.0, 0.0, 100), (1013.0, 3.0, 100), (1013.5, 0.0, 100 + made)):
         seen = samples.seen("l0", age_s=age_s, step=step, step_s=0.1, wall_s=5.0)
         does = life.draw([times], learner(seen), publishing=False, behind=0, now_s=now_s, over=False)
-        assert bool(does & Of.GONE) is (age_s > 1)
+        assert bool(does & LearnerBits.GONE) is (age_s > 1)
     assert (gone_s(times) > 1) is gap
 
 
 def test_who_reports_and_makes_no_step_waits() -> None:
     """Not while a step may take as long."""
-    for step_s, does in ((0.1, Of.WAITING), (60.0, Of.TRAINING)):
+    for step_s, does in ((0.1, LearnerBits.WAITING), (60.0, LearnerBits.TRAINING)):
         times, life = Timeline(1000.0, 0.5, sliding=True), LearnerLife()
         for now_s in (1010.0, 1011.0, 1030.0):
             seen = samples.seen("l0", age_s=0.0, step=100, step_s=step_s, wall_s=5.0)
@@ -49,4 +49,4 @@ def test_who_left_in_order_is_no_gap() -> None:
         seen = samples.seen("l0", age_s=age_s, step=100, incarnation=incarnation, left=left, wall_s=5.0)
         life.draw([times], learner(seen), publishing=False, behind=0, now_s=now_s, over=False)
     assert gone_s(times) == 0
-    assert sum(bool(bits & Of.BEGAN) for bits in times.lanes["L/l0"]) == 2
+    assert sum(bool(bits & LearnerBits.BEGAN) for bits in times.lanes["L/l0"]) == 2

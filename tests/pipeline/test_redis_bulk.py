@@ -7,7 +7,7 @@ import hiredis
 import pytest
 import redis.exceptions as rx
 
-from diloco.pipeline.bus.redis.zero_copy import Reply, TooMuch, pack
+from diloco.pipeline.bus.redis.zero_copy import Reply, ReplyTooLarge, pack
 from diloco.pipeline.payload.codec import ChunkParts
 
 
@@ -103,7 +103,7 @@ async def test_a_reply_larger_than_what_was_asked_for_ends_the_wait(data, said):
     reply = Reply(Usual(), max_bytes=1000, max_values=50)
     feed(reply, data, random.Random(0))
     assert reply.done.done()
-    with pytest.raises(TooMuch, match=said):
+    with pytest.raises(ReplyTooLarge, match=said):
         await reply.done
 
 

@@ -19,7 +19,7 @@ from diloco.pipeline.view import trouble
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.status_reader import read_status
-from diloco.pipeline.view.trouble import Told
+from diloco.pipeline.view.trouble import EventFacts
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import service
 from diloco.syncer.times import SyncerTimes
@@ -126,11 +126,11 @@ def test_what_a_learner_said_of_its_scripts_holds_until_anything_else_befalls_it
     def event(name: str, who: str, unix_s: float) -> Event:
         return Event(name=name, who=who, detail="", unix_s=unix_s)
 
-    found = Told().after([event(SCRIPTS_MISSING, who, 100.0) for who in ("l0", "l1", "l2")], 100.0)
+    found = EventFacts().after([event(SCRIPTS_MISSING, who, 100.0) for who in ("l0", "l1", "l2")], 100.0)
     assert trouble.without_scripts(found.scriptless).count("l0, l1, l2") == 1
     found = found.after([event("learner_killed", "l1", 200.0), event(SCRIPTS_MISSING, "l2", 200.0)], 200.0)
     assert set(found.scriptless) == {"l0", "l2"}
     assert set(found.after([], 3750.0).scriptless) == {"l2"}
     assert trouble.without_scripts({}) == ""
     many = [event(SCRIPTS_MISSING, f"l{i}", 0.0) for i in range(2 * trouble.MAX_TRACKED)]
-    assert len(Told().after(many, 0.0).scriptless) == trouble.MAX_TRACKED
+    assert len(EventFacts().after(many, 0.0).scriptless) == trouble.MAX_TRACKED

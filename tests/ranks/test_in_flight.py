@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.workers.ranks.placement import SMALL, Room
+from diloco.workers.ranks.placement import SMALL, Capacity
 from diloco.workers.ranks.rank_carrier import InFlight
 
 LARGE = [SMALL] * 4
@@ -81,7 +81,7 @@ def test_all_that_wait_begin_at_once_where_they_fit() -> None:
 
 def test_what_waits_no_more_is_waited_for_no_more() -> None:
     """Its window has closed, or its base was replaced: the next one does not stand behind it."""
-    room = Room([SMALL, SMALL // 2, SMALL // 2])
+    room = Capacity([SMALL, SMALL // 2, SMALL // 2])
     assert room.take(1, 0)
     assert not room.take(0, 0)
     assert not room.take(2, 0)

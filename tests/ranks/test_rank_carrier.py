@@ -29,7 +29,7 @@ class Servers:
         """As `Transport`."""
         return asyncio.create_task(work)
 
-    def tell(self, rank: int, what: str, *said: Any) -> None:
+    def notify(self, rank: int, what: str, *said: Any) -> None:
         """As `Transport`."""
         self.begun.append((what, said[0], rank))
 

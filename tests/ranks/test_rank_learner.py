@@ -20,7 +20,7 @@ import pytest
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.moments.recovery import Found
+from diloco.workers.moments.recovery import FoundMoments
 from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_carrier import InFlight, SnapshotRequests
 from diloco.workers.ranks.rank_learner import JoinedRank, Rank
@@ -54,7 +54,7 @@ class NoTransport:
         """What it hears."""
         self._handlers = handlers
 
-    def tell(self, rank: int, what: str, *said: Any) -> None:
+    def notify(self, rank: int, what: str, *said: Any) -> None:
         """It does it."""
         asyncio.run(self._handlers[what](rank, *said))
 
@@ -150,11 +150,11 @@ def test_ranks_save_their_moments_at_the_end_of_a_run_too() -> None:
 async def test_moments_of_which_another_rank_has_no_part_are_let_go_of() -> None:
     """They are of no use: all begin fresh."""
     moments: Any = np.zeros(2)
-    seen, joined = weakref.ref(moments), Future[tuple[Any, Found]]()
-    found = [Found("checkpoint", moments)]
+    seen, joined = weakref.ref(moments), Future[tuple[Any, FoundMoments]]()
+    found = [FoundMoments("checkpoint", moments)]
     del moments
 
-    async def find(*_: object) -> Found:
+    async def find(*_: object) -> FoundMoments:
         return found.pop()
 
     transport, part = NoTransport(), SimpleNamespace(training_idle=asyncio.Event())
@@ -163,7 +163,7 @@ async def test_moments_of_which_another_rank_has_no_part_are_let_go_of() -> None
     rank = Rank(*given, joined)
     assert await rank._recover(0, [3], None) == "checkpoint"
     await rank._enter(0, "fresh", [])
-    assert joined.result() == (rank, Found("fresh"))
+    assert joined.result() == (rank, FoundMoments("fresh"))
     assert seen() is None
 
 

@@ -39,7 +39,7 @@ class AtOnce:
         """As `Transport`."""
         self._handlers |= handlers
 
-    def tell(self, rank: int, what: str, *said: Any) -> None:
+    def notify(self, rank: int, what: str, *said: Any) -> None:
         """As `Transport`."""
         asyncio.run(self._all[rank]._handlers[what](0, *said))
 
@@ -57,7 +57,7 @@ class Crew:
         make = partial(Batches, order, batch_size, accumulate, dry_s=0.0, check=lambda: None)
         nothing = {"drawn": lambda entry_id: None, "finished": lambda entry_id: None}
         telling = LeadingShards(
-            ShardsInTurn(fed.shared, random.Random(0)), fed.first, partial(self.told[0].tell, self.asked)
+            ShardsInTurn(fed.shared, random.Random(0)), fed.first, partial(self.told[0].notify, self.asked)
         )
         self.batches = [
             make(
@@ -131,7 +131,7 @@ def test_what_is_read_again_while_the_bus_is_away_is_the_same_on_all_ranks() -> 
 def test_ranks_that_read_otherwise_than_rank_0_are_refused() -> None:
     """As they begin: else they would train other indices than rank 0 acknowledges."""
     crew = Crew(2, 96, 4)
-    crew.told[0].tell(crew.asked, crew.fed.first, crew.fed.first.shard)
+    crew.told[0].notify(crew.asked, crew.fed.first, crew.fed.first.shard)
     heard = FollowingShards(crew.told[1], (96, SEED, 8, 1), lambda: None)
     with pytest.raises(UsageError, match=r"this rank says length=96, seed=3, batch_size=8.*rank 0 .*batch_size=4"):
         heard.first(lambda: None)
@@ -181,7 +181,7 @@ def test_a_rank_may_be_ended_before_it_trains_and_later_at_a_step_of_all(monkeyp
     heard = FollowingShards(crew.told[1], crew.asked, lambda: looked.append(1))
     with pytest.raises(Stopped):
         heard.first(stop)
-    late = threading.Timer(0.1, crew.told[0].tell, [crew.asked, crew.fed.first, crew.fed.first.shard])
+    late = threading.Timer(0.1, crew.told[0].notify, [crew.asked, crew.fed.first, crew.fed.first.shard])
     late.start()
     assert heard.after(None) == (crew.fed.first, crew.fed.first.shard)
     assert looked

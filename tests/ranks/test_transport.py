@@ -187,8 +187,8 @@ async def test_a_learner_has_left_though_the_rank_that_said_so_is_killed_before_
         nothing: Any = None
         for one in (first, other):
             rank = Rank(one, nothing, nothing, nothing, nothing)
-        first.tell(0, "left", 0)
-        first.tell(1, "left", 0)
+        first.notify(0, "left", 0)
+        first.notify(1, "left", 0)
         leaving = asyncio.create_task(rank.wait_for_goodbye(3600))
         await first.ask(1, "goodbye", in_order)
         await asyncio.sleep(0)

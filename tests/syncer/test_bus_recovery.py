@@ -19,7 +19,7 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.context import AgreedSpec
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving import bus_recovery
-from diloco.syncer.serving.bus_recovery import Lost
+from diloco.syncer.serving.bus_recovery import BusRestorer
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests import samples, slow_beyond
@@ -106,7 +106,7 @@ async def test_a_run_that_was_extended_is_not_ended_by_a_syncer_that_was_away() 
     state = await world.bus.read_state()
     known = state.model_copy(update={"phase": Phase.DRAINING, "budget_tokens": state.budget_tokens - 1})
     agreed = AgreedSpec(world.bus, world.spec)
-    assert await Lost(world.bus, VirtualClock(), agreed, []).state(state, known) == state
+    assert await BusRestorer(world.bus, VirtualClock(), agreed, []).state(state, known) == state
     assert (await world.bus.read_state()).phase is Phase.RUNNING
     await end(*party)
 
@@ -511,7 +511,7 @@ async def test_reports_that_were_too_many_are_not_put_back(monkeypatch: pytest.M
     """A syncer remembers reports for a bus that loses them. Those that were left out would come again for ever."""
     monkeypatch.setattr(bus_recovery, "REPORTS_LEFT", 3)
     bus = MemoryBus("run", LoopClock())
-    memory = bus_recovery.Lost(bus, LoopClock(), AgreedSpec(bus, samples.spec()), ())
+    memory = bus_recovery.BusRestorer(bus, LoopClock(), AgreedSpec(bus, samples.spec()), ())
     for name in ("a", "b", "c", "d"):
         await bus.write_report(samples.report(name))
     made_up = encode(samples.report("x"))  # not in the place of its own

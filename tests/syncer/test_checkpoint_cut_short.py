@@ -183,10 +183,10 @@ async def test_a_helper_tells_that_it_gets_on(tmp_path: Path) -> None:
     for name in ("", NAME):
         checkpoints.see(samples.run_state(checkpoint=name))
     await checkpoints._help([0])
-    assert not checkpoints.went_on.is_set(), "it is in another place"
+    assert not checkpoints.fragment_saved.is_set(), "it is in another place"
     place_of(tmp_path / OWN).below(NAME).write(SUMS_FILE, [b""])
     await checkpoints._help([0])
-    assert checkpoints.went_on.is_set()
+    assert checkpoints.fragment_saved.is_set()
 
 
 @pytest.mark.parametrize("leads", [True, False])

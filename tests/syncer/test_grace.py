@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.pipeline.ema import Ema
-from diloco.syncer.grace import LATELY, SLOWEST_FACTOR, GraceEstimator, MergedTimes, awaited_a_step
+from diloco.syncer.grace import LATELY, SLOWEST_FACTOR, GraceEstimator, MergedTimes, grace_covers_step
 from diloco.syncer.times import TIMES
 from tests import samples
 
@@ -110,7 +110,7 @@ def test_one_word_on_pulls_counts_no_further_than_the_others_words_do(honest, li
 )
 def test_a_window_has_waited_after_a_step_or_for_as_long_as_it_may(grace_s, slowest_s, waited):
     """Also where a step takes longer than any grace: else whoever sends nothing would be waited for in each window."""
-    assert awaited_a_step(grace_s, slowest_s) is waited
+    assert grace_covers_step(grace_s, slowest_s) is waited
 
 
 def test_who_was_not_merged_for_long_is_forgotten():

@@ -95,7 +95,7 @@ def test_who_sends_no_header_is_not_waited_for_until_it_does(heard: bool, known:
         assert awaited == (window <= SUSPECTED_AFTER or (window - 1) % ASKED_AGAIN == 0 or heard)
         suspects.closed([name] if awaited else [], merged)
         if heard:
-            suspects.heard("x" if known else STRANGERS)
+            suspects.header_arrived("x" if known else STRANGERS)
     assert waited == (4 * ASKED_AGAIN if heard else SUSPECTED_AFTER + 3)
 
 

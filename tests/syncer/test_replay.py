@@ -159,8 +159,8 @@ def test_a_step_orthogonalised_by_another_machine_is_taken_within_the_tolerance(
 ) -> None:
     """Products of matrices summed in another order: the values are made from the recorded step, whatever it is."""
     folder, commits = orthogonal
-    production = outer.at_its_length
-    monkeypatch.setattr(outer, "at_its_length", lambda *given: production(*given) * np.float32(1 + off))
+    production = outer.with_norm_of
+    monkeypatch.setattr(outer, "with_norm_of", lambda *given: production(*given) * np.float32(1 + off))
     lines = told(check(folder, commits))
     assert all("orthogonalised step of t" in line and "from the recorded one by 0.0099 of" in line for line in lines)
     assert bool(lines) is (off > 1e-3)

@@ -52,9 +52,9 @@ def test_a_learner_that_is_back_in_another_life_has_not_fallen_silent() -> None:
     presence = _Presence()
     before, after = samples.seen("anna", incarnation="a" * 16), samples.seen("anna", incarnation="b" * 16)
     with capture_logs() as lines:
-        presence.tell([before], [before])
-        presence.tell([before, after], [before, after])
-        presence.tell([after], [before, after])
+        presence.log_changes([before], [before])
+        presence.log_changes([before, after], [before, after])
+        presence.log_changes([after], [before, after])
     assert [line["event"] for line in lines] == ["learner_came", "learner_came", "learner_replaced"]
 
 

@@ -26,7 +26,7 @@ from diloco.syncer.checkpoints import restoring
 from diloco.syncer.checkpoints.loading import known_elements, newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.replay.replay import replay
-from diloco.syncer.serving.start import OnBus, Way, way_of
+from diloco.syncer.serving.start import OnBus, StartMode, start_mode
 from diloco.tape import read_archive
 from diloco.workers.exchange import newest
 from diloco_studies.virtual.memory import MemoryBus
@@ -70,10 +70,20 @@ ON_BUS = {
     "half, finished": OnBus(state(5.0, 100, Phase.FINISHED), served=False, whole=False),
     "finished": OnBus(state(5.0, 200, Phase.FINISHED), served=False, whole=True, older=True),
 }
-JOINS: dict[str, Way | None] = {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None}
-RESUMES = JOINS | {"this run": Way.RESUME, "finished": Way.FINISHED}
+JOINS: dict[str, StartMode | None] = {
+    "none": StartMode.JOIN,
+    "this run": StartMode.JOIN,
+    "finished": StartMode.JOIN,
+    "another": None,
+}
+RESUMES = JOINS | {"this run": StartMode.RESUME, "finished": StartMode.FINISHED}
 TABLE = {
-    "nothing": {"none": Way.BEGIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": Way.RESUME},
+    "nothing": {
+        "none": StartMode.BEGIN,
+        "this run": StartMode.RESUME,
+        "finished": StartMode.FINISHED,
+        "another": StartMode.RESUME,
+    },
     "served": JOINS,
     "nobody there, tokens not told yet": JOINS,
     "nobody there": JOINS,
@@ -82,8 +92,8 @@ TABLE = {
     "half": RESUMES,
     "half of an older one, served": RESUMES,
     "a head is lost": JOINS,
-    "half, finished": RESUMES | {"another": Way.JOIN},
-    "finished": JOINS | {"another": Way.JOIN},
+    "half, finished": RESUMES | {"another": StartMode.JOIN},
+    "finished": JOINS | {"another": StartMode.JOIN},
 }
 """None: refused."""
 
@@ -91,17 +101,17 @@ TABLE = {
 @pytest.mark.parametrize("bus", ON_BUS)
 def test_what_a_start_means(bus: str) -> None:
     """Of a run that is on the bus under the same name, and began at another time, the checkpoint is not taken."""
-    for saved, way in TABLE[bus].items():
+    for saved, mode in TABLE[bus].items():
         given = ON_BUS[bus], SAVED[saved]
-        if way is None:
+        if mode is None:
             with pytest.raises(UsageError, match="--overwrite"):
-                way_of(*given, None, False, RUN)
-            assert way_of(*given, None, True, RUN) is Way.JOIN
+                start_mode(*given, None, False, RUN)
+            assert start_mode(*given, None, True, RUN) is StartMode.JOIN
         else:
-            assert way_of(*given, None, False, RUN) is way, (bus, saved)
-    assert way_of(None, SAVED["this run"], None, True, RUN) is Way.BEGIN
-    assert way_of(None, SAVED["finished"], 101, False, RUN) is Way.RESUME
-    assert way_of(None, SAVED["finished"], 100, False, RUN) is Way.FINISHED
+            assert start_mode(*given, None, False, RUN) is mode, (bus, saved)
+    assert start_mode(None, SAVED["this run"], None, True, RUN) is StartMode.BEGIN
+    assert start_mode(None, SAVED["finished"], 101, False, RUN) is StartMode.RESUME
+    assert start_mode(None, SAVED["finished"], 100, False, RUN) is StartMode.FINISHED
 
 
 async def cancelled(task: asyncio.Task[None] | None) -> None:

@@ -189,25 +189,27 @@ def test_an_upload_comes_while_its_chunks_do_or_earlier_ones_of_its_learner_do()
         samples.header("l1", serial=2),
         30.0,
     )
-    assert not coming.comes(second, -math.inf, 0.0, given_s), "nothing came of its learner"
-    coming.heard(first, 10.0)
-    assert coming.comes(second, -math.inf, 11.0, given_s), "its turn is still to come"
-    assert not coming.comes(second, -math.inf, 11.1, given_s), "a second of silence, and no chunk's time is known"
-    coming.heard(first, 13.0)  # a chunk took three seconds
-    assert coming.comes(first, 13.0, 25.0, given_s)
-    assert coming.comes(second, -math.inf, 25.0, given_s)
-    assert not coming.comes(second, -math.inf, 25.1, given_s)
-    coming.heard(second, 26.0)
-    assert not coming.comes(first, -math.inf, 26.0, given_s), "a later one has begun: its turn has passed"
+    assert not coming.is_progressing(second, -math.inf, 0.0, given_s), "nothing came of its learner"
+    coming.chunk_arrived(first, 10.0)
+    assert coming.is_progressing(second, -math.inf, 11.0, given_s), "its turn is still to come"
+    assert not coming.is_progressing(second, -math.inf, 11.1, given_s), (
+        "a second of silence, and no chunk's time is known"
+    )
+    coming.chunk_arrived(first, 13.0)  # a chunk took three seconds
+    assert coming.is_progressing(first, 13.0, 25.0, given_s)
+    assert coming.is_progressing(second, -math.inf, 25.0, given_s)
+    assert not coming.is_progressing(second, -math.inf, 25.1, given_s)
+    coming.chunk_arrived(second, 26.0)
+    assert not coming.is_progressing(first, -math.inf, 26.0, given_s), "a later one has begun: its turn has passed"
 
 
 def test_how_long_an_upload_may_be_silent_is_not_its_learners_choice() -> None:
     """One long gap between two chunks is no leave to be silent for four times as long: twice the deadline bounds it."""
     coming, header = UploadProgress(), samples.header("l1", serial=1)
     for at in (0.0, 100.0):
-        coming.heard(header, at)
-    assert coming.comes(header, 100.0, 104.0, 2.0)
-    assert not coming.comes(header, 100.0, 104.1, 2.0)
+        coming.chunk_arrived(header, at)
+    assert coming.is_progressing(header, 100.0, 104.0, 2.0)
+    assert not coming.is_progressing(header, 100.0, 104.1, 2.0)
 
 
 def test_a_suspected_learners_upload_is_given_up_once_it_has_stopped_and_not_while_it_comes() -> None:
@@ -215,13 +217,13 @@ def test_a_suspected_learners_upload_is_given_up_once_it_has_stopped_and_not_whi
     watch = RunWatch(samples.sync_spec(), liveness_s=5.0, drain_s=0.0)
     window, offer = Window(samples.head(), DeltaFormat(bytes(16), "fp32", 3), 0.0), offer_of(1)
     window.offer(offer, 0.0)
-    suspected, comes = frozenset({"l1"}), frozenset({offer.entry_id})
+    suspected, is_progressing = frozenset({"l1"}), frozenset({offer.entry_id})
 
     def given_up(now: float, arriving: frozenset[str]) -> tuple[list[Offer], float | None]:
         stopped, again = watch.given_up(window, lambda _: 0.0, now, suspected, arriving)
         return [one for one, _ in stopped], again
 
-    assert given_up(60.0, comes) == ([], 65.0)
+    assert given_up(60.0, is_progressing) == ([], 65.0)
     assert given_up(4.0, frozenset()) == ([], 5.0)
     assert given_up(60.0, frozenset()) == ([offer], None)
 
@@ -229,7 +231,7 @@ def test_a_suspected_learners_upload_is_given_up_once_it_has_stopped_and_not_whi
 def test_what_is_known_of_incarnations_is_bounded() -> None:
     coming = UploadProgress()
     for n in range(UploadProgress.MAX_TRACKED + 10):
-        coming.heard(samples.header("l1", incarnation=f"{n:08x}"), 0.0)
+        coming.chunk_arrived(samples.header("l1", incarnation=f"{n:08x}"), 0.0)
     assert len(coming._last) == UploadProgress.MAX_TRACKED
 
 

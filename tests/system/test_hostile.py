@@ -440,7 +440,7 @@ def test_suspicion_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -
     suspects.refused("l0", RefusalReason.ABSURD_NORM)
     assert suspects.learners == {"l0"}
     for learner in ("l0", "never refused"):
-        suspects.sound(learner)
+        suspects.delta_usable(learner)
     assert not suspects.learners
     for n in range(10_000):
         suspects.refused(f"f{n}", RefusalReason.NON_FINITE)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.way import BEGINS, ENDS, SCRIPTS, Way, trace, way_of
+from tests.way import BEGINS, ENDS, SCRIPTS, Trace, trace, trace_of
 
 MAX_FILES = 33
 """Files: fewer are better, more want a reason. What carries payloads is apart from what decides, so that ranks can.
@@ -17,7 +17,7 @@ SECTION = TEXT.partition("\n## One delta's way\n")[2].partition("\n## ")[0]
 
 
 @pytest.fixture(scope="module")
-def way(redis_server: str) -> Way:
+def way(redis_server: str) -> Trace:
     return trace(redis_server)
 
 
@@ -38,7 +38,7 @@ def test_a_function_is_on_the_way_if_every_delta_calls_it_and_nothing_else_does(
     on, also, polls, offer = ("a.py", "on"), ("b.py", "also"), ("c.py", "polls"), (SCRIPTS, "offer")
     first = [(call, "one") for call in (on, polls, ("d.py", "sometimes"), offer, ENDS)]
     other = [(call, "one") for call in (on, polls, offer, ENDS)]
-    found = way_of([[*first, (also, "two")], [(also, "two"), *other]], {polls})
+    found = trace_of([[*first, (also, "two")], [(also, "two"), *other]], {polls})
     assert found.files == {BEGINS: ["step"], "a.py": ["on"], ENDS[0]: [ENDS[1]], "b.py": ["also"]}
     assert found.scripts == ["offer"]
     assert ("a.py", ENDS[0]) in found.before
@@ -46,24 +46,24 @@ def test_a_function_is_on_the_way_if_every_delta_calls_it_and_nothing_else_does(
 
 
 @pytest.mark.redis
-def test_architecture_lists_the_files_of_one_deltas_way(way: Way) -> None:
+def test_architecture_lists_the_files_of_one_deltas_way(way: Trace) -> None:
     """All of them, and no other: `python -m tests.way` says which functions put them there."""
     assert sorted(listed()) == sorted(way.files)
 
 
 @pytest.mark.redis
-def test_they_are_listed_in_the_order_in_which_a_delta_comes_to_them(way: Way) -> None:
+def test_they_are_listed_in_the_order_in_which_a_delta_comes_to_them(way: Trace) -> None:
     """No file stands after one that it always leads to; what two tasks do at once has no order."""
     place = {file: at for at, file in enumerate(listed())}
     assert {(a, b) for a, b in way.before if place.get(a, 0) > place.get(b, len(place))} == set()
 
 
 @pytest.mark.redis
-def test_its_scripts_are_listed(way: Way) -> None:
+def test_its_scripts_are_listed(way: Trace) -> None:
     assert set(re.findall(r"`(\w+)\.lua`", SECTION)) == set(way.scripts)
 
 
 @pytest.mark.redis
-def test_it_is_short(way: Way) -> None:
+def test_it_is_short(way: Trace) -> None:
     """A reader who follows it opens no more files than that."""
     assert len(way.files) <= MAX_FILES

@@ -36,7 +36,7 @@ from diloco.syncer.serving.service import SyncerService
 from diloco.workers.background import BackgroundThread
 from diloco.workers.learner import Learner
 from diloco.workers.moments.keeper import Keeper
-from diloco.workers.moments.recovery import Found
+from diloco.workers.moments.recovery import FoundMoments
 from diloco.workers.stopping import STOPS, Stopped, Stopping
 from tests import HANGING_S, samples
 from tests.parties import wait_for
@@ -195,7 +195,7 @@ def test_moments_that_are_put_back_are_held_once(
     """By the optimizer: what was loaded for it is let go of, though the learner trains on."""
     restore, loaded = Keeper.restore, list[weakref.ref[Any]]()
 
-    def noting(keeper: Keeper, found: Found) -> None:
+    def noting(keeper: Keeper, found: FoundMoments) -> None:
         if found.moments is not None:
             loaded.extend(weakref.ref(flat) for flats in found.moments.flats for flat in flats.values())
         restore(keeper, found)

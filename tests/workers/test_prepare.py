@@ -19,7 +19,7 @@ from diloco.workers.trainer.data import bpe
 from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.data.text_sources import documents, open_sources
 from diloco.workers.trainer.data.token_shards import check_shards, open_shards, read_index
-from diloco.workers.trainer.sample import words_of
+from diloco.workers.trainer.sample import tokenizer_of
 from tests import HANGING_S
 
 pytestmark = pytest.mark.trainers
@@ -62,13 +62,13 @@ def test_text_comes_back_as_it_was(tmp_path, stories, capsys) -> None:
     assert f"{index.tokens} tokens of 600 documents" in said
     assert f"diloco run --data {tmp_path / 'tokens'}" in said
     spec = {"vocab": 448, "data": str(tmp_path / "tokens"), "data_fingerprint": index.fingerprint}
-    words = words_of(spec, None)
+    words = tokenizer_of(spec, None)
     assert words.decode(words.encode("wörter & 数字\n")) == "wörter & 数字\n"
     with pytest.raises(UsageError, match="other token shards"):
-        words_of(spec | {"data_fingerprint": "of another run"}, None)
+        tokenizer_of(spec | {"data_fingerprint": "of another run"}, None)
     with pytest.raises(UsageError, match="give their folder with --data"):
-        words_of(spec | {"data": "nowhere"}, None)
-    assert words_of(spec | {"data": "nowhere"}, tmp_path / "tokens").end == index.separator
+        tokenizer_of(spec | {"data": "nowhere"}, None)
+    assert tokenizer_of(spec | {"data": "nowhere"}, tmp_path / "tokens").end == index.separator
 
 
 def test_every_way_to_the_same_text_makes_the_same_shards(tmp_path, stories, monkeypatch) -> None:

@@ -20,7 +20,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, load
-from diloco.workers.exchange.redis_access import Beginning
+from diloco.workers.exchange.redis_access import FirstSpecSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
 from diloco.workers.moments.state_folder import StateFolder
@@ -442,7 +442,7 @@ def test_a_learner_says_how_many_threads_it_has_on_how_many_cores() -> None:
     torch.set_num_threads(3)
     try:
         learner = Learner(nn.Linear(2, 2), redis_url="unix:///nowhere", sync=SyncSettings(fragments=1))
-        spec = proposal(learner._proposed(), learner._given, None, Beginning())
+        spec = proposal(learner._proposed(), learner._given, None, FirstSpecSettings())
         training = learner._training(spec, layout_of(spec.tensors), StateFolder)
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(training.report, False).result().threads == (3, usable_cores())

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.bus.commits import Commit, Rest, Staged
+from diloco.pipeline.bus.commits import Commit, Remainder, Staged
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.spec import SyncSpec
@@ -44,7 +44,7 @@ class Globals:
         momentum = np.zeros_like(found[0]) if momentum is None else momentum  # as its owner takes it
         return *found, momentum
 
-    def whole(self, payload: Staged, rest: Rest | None, p: int, digest: bytes) -> tuple[Float64, Float64] | None:
+    def whole(self, payload: Staged, rest: Remainder | None, p: int, digest: bytes) -> tuple[Float64, Float64] | None:
         """Exact values as they lie on the bus, and those that learners see."""
         if self._syncs[p].global_codec == "fp32":
             exact = self.values(payload.key, p, digest)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from diloco.pipeline.errors import RankGone
 from diloco.pipeline.messages.run import LearnerReport, RunState
 from diloco.pipeline.messages.wire import AVERAGED
-from diloco.workers.moments.recovery import Found
+from diloco.workers.moments.recovery import FoundMoments
 from diloco.workers.ranks.rank_exchange import RankExchange
 from diloco.workers.ranks.rank_learner import JoinedRank, Rank
 from diloco.workers.ranks.transport import Transport
@@ -106,9 +106,9 @@ class Recovery:
     def __init__(self, party: "WorldRank") -> None:
         self._party = party
 
-    async def find(self, peers: Any, versions: tuple[int, ...], state: RunState | None) -> Found:
+    async def find(self, peers: Any, versions: tuple[int, ...], state: RunState | None) -> FoundMoments:
         await asyncio.sleep(self._party.crew.takes_s("recover", self._party.rank))
-        return Found("start" if max(versions) == 0 else "fresh")
+        return FoundMoments("start" if max(versions) == 0 else "fresh")
 
 
 class WorldRank(Party):
@@ -134,7 +134,7 @@ class WorldRank(Party):
         self.rounds.alike = alike
         self._stopping = Stopping()
         self._stopping.together = True
-        self._joined: Future[tuple[Any, Found]] = Future()
+        self._joined: Future[tuple[Any, FoundMoments]] = Future()
         self._thread = Thread(crew, self, self._failed)
 
     def _own_noise(self, p: int) -> Float32:

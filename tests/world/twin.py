@@ -166,7 +166,7 @@ class Replay:
     async def clear(self) -> None:
         """No key of the run, and memory for writes."""
         await self._set_full(False)
-        await self._redis.many(("UNLINK", key) for key in await self._all_keys())
+        await self._redis.run_pipeline(("UNLINK", key) for key in await self._all_keys())
 
     async def _all_keys(self) -> list[bytes]:
         found: list[bytes] = await self._redis.command("KEYS", f"{PREFIX}{{{RUN}*")
@@ -180,8 +180,8 @@ class Replay:
 
     async def _save(self, number: int) -> None:
         keys = await self._all_keys()
-        left = await self._redis.many(("PTTL", key) for key in keys)
-        dumps = await self._redis.many(("DUMP", key) for key in keys)
+        left = await self._redis.run_pipeline(("PTTL", key) for key in keys)
+        dumps = await self._redis.run_pipeline(("DUMP", key) for key in keys)
         self._snapshots[number] = [(k, max(0, ms), d) for k, ms, d in zip(keys, left, dumps, strict=True)]
 
     async def _restart(self, snapshot: int | None) -> None:
@@ -190,7 +190,7 @@ class Replay:
         if snapshot is not None:
             full = bool(self._full)
             await self.clear()
-            await self._redis.many(("RESTORE", *key) for key in self._snapshots[snapshot])
+            await self._redis.run_pipeline(("RESTORE", *key) for key in self._snapshots[snapshot])
             await self._set_full(full)
             self._lose()
 
@@ -201,7 +201,7 @@ class Replay:
         await self.clear()
         for part, number in sorted(parts.items()):
             kept = (one for one in self._snapshots[number] if part_of(one[0].decode()) == part)
-            await self._redis.many(("RESTORE", *key) for key in kept)
+            await self._redis.run_pipeline(("RESTORE", *key) for key in kept)
         await self._set_full(full)
         self._lose()
 
@@ -223,7 +223,7 @@ class Replay:
         if commands:
             full = bool(self._full)
             await self._set_full(False)
-            await self._redis.many(commands)
+            await self._redis.run_pipeline(commands)
             await self._set_full(full)
 
     # --- one event ----------------------------------------------------------------------------------
@@ -352,11 +352,11 @@ class Replay:
         if keys != kept:
             raise _Unequal(sorted(set(kept) - set(keys)), sorted(set(keys) - set(kept)), "keys that only one has")
         keys.sort(key=lambda key: not isinstance(store.values[key], Stream))  # they make ids known that others hold
-        kinds = await self._redis.many(("TYPE", key) for key in keys)
-        left = await self._redis.many(("PTTL", key) for key in keys)
+        kinds = await self._redis.run_pipeline(("TYPE", key) for key in keys)
+        left = await self._redis.run_pipeline(("PTTL", key) for key in keys)
         reads = {b"string": ("GET",), b"hash": ("HGETALL",), b"stream": ("XRANGE",)}
         ends = {b"stream": ("-", "+")}
-        values = await self._redis.many(
+        values = await self._redis.run_pipeline(
             (*reads[kind], key, *ends.get(kind, ())) for key, kind in zip(keys, kinds, strict=True)
         )
         for key, kind, ms, value in zip(keys, kinds, left, values, strict=True):

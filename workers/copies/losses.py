@@ -66,7 +66,7 @@ class Losses:
         # loop gets far ahead of its device.
         self._under_way: deque[Loss] = deque()
 
-    def tell(self, loss: Loss) -> None:
+    def add(self, loss: Loss) -> None:
         """Add the loss of the step just made. For the training thread."""
         self._under_way.append(loss)
         there = True

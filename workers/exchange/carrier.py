@@ -20,7 +20,7 @@ from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.transfer.globals import pull_shown
 from diloco.pipeline.transfer.payloads import push, push_growing
-from diloco.workers.encoding import ErrorFeedback, Snapshot, apart
+from diloco.workers.encoding import ErrorFeedback, Snapshot, offload_if_large
 from diloco.workers.exchange.member import Member
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.times import TIMES
@@ -92,7 +92,7 @@ async def on_all_lanes(work: Callable[[int], Coroutine[Any, Any, None]], lanes: 
         raise errors.exceptions[0] from None
 
 
-async def some_at_once(work: Callable[[int], Coroutine[Any, Any, None]], fragments: Sequence[int]) -> None:
+async def run_concurrently(work: Callable[[int], Coroutine[Any, Any, None]], fragments: Sequence[int]) -> None:
     """Run `work` for each fragment, one in `PART` of them at a time.
 
     So the number of consecutive round trips does not grow with the number of fragments.
@@ -138,7 +138,7 @@ class OwnCarrier:
         except BadPayload as error:
             member.log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
             return None
-        values = await apart(member.encoder, member.offload, elements, member.encoder.keep, pulled)
+        values = await offload_if_large(member.encoder, member.offload, elements, member.encoder.keep, pulled)
         self._bases[p] = Base(p, head.version, head.digest, values)
         return values
 
@@ -156,15 +156,17 @@ class OwnCarrier:
         wire = pooled(codec.payload_bytes(len(base.values), sync.codec))
         payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
 
-        def but_the_last(upto: int) -> None:
+        def all_but_last(upto: int) -> None:
             # The last byte is withheld until `feedback.sent` was called: a complete delta may be merged at once, and
             # `feedback.merged` would not know its encoding error yet.
             payload.grow_to(min(upto, payload.nbytes - 1))
 
         async def encode() -> None:
             residual = self.feedback.residual(base.fragment)
-            given = base.values, snapshot, sync.codec, residual, wire, but_the_last
-            error = await apart(member.encoder, member.offload, len(base.values), member.encoder.encode, *given)
+            given = base.values, snapshot, sync.codec, residual, wire, all_but_last
+            error = await offload_if_large(
+                member.encoder, member.offload, len(base.values), member.encoder.encode, *given
+            )
             if error is not None:
                 self.feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
             payload.grow_to(payload.nbytes)

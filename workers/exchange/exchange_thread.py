@@ -11,7 +11,7 @@ import structlog
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import UsageError
 from diloco.workers.background import OwnThread
-from diloco.workers.moments.recovery import Found
+from diloco.workers.moments.recovery import FoundMoments
 from diloco.workers.times import TIMES
 from diloco.workers.training import Training
 
@@ -30,13 +30,13 @@ class ExchangeThread(Generic[E_co]):
         self._url, self._run_name, self._training = url, run, training
         self._loop, self._ended = fast_loop(), asyncio.Event()
         self._thread = OwnThread("exchange", self._work)
-        self._joined: Future[tuple[E_co, Found]] = Future()
+        self._joined: Future[tuple[E_co, FoundMoments]] = Future()
         # Each of these flags has one writer, so none needs a lock.
         self._abandoned = False  # joining came to nothing; written by the training thread
         self.left = False  # the learner has left its run; written by the training thread
         self.failure: BaseException | None = None  # the error that ended this thread; written by this thread, once
 
-    def start(self, check: Callable[[], None]) -> tuple[E_co, Found]:
+    def start(self, check: Callable[[], None]) -> tuple[E_co, FoundMoments]:
         """Start the thread and wait until the learner has joined; return what it joined as, and the moments found.
 
         check: called several times a second; may raise.

@@ -13,7 +13,7 @@ from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.view.ledger import whole_tokens
 from diloco.pipeline.waiting import meanwhile
-from diloco.workers.exchange.carrier import NoDeltas, some_at_once
+from diloco.workers.exchange.carrier import NoDeltas, run_concurrently
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.spec_check import Agreement
 from diloco.workers.times import TIMES
@@ -108,7 +108,7 @@ class Version0:
             async with meanwhile(self._keep_claim(nonce)):
                 heads = await self._bus.read_heads(self._fragments)
                 # Fragments that have a head need no upload any more.
-                await some_at_once(upload_one, [p for p in self._fragments if heads[p] is None])
+                await run_concurrently(upload_one, [p for p in self._fragments if heads[p] is None])
                 upload = self._word(nonce, trained)
                 if await self._bus.finish_initial(upload, TIMES.payload_ttl_s):
                     self._announced = upload

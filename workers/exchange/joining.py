@@ -26,7 +26,7 @@ from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import offload
 from diloco.workers.encoding import Encoder, OnHost, Snapshot
-from diloco.workers.exchange.carrier import Carrier, OwnCarrier, some_at_once
+from diloco.workers.exchange.carrier import Carrier, OwnCarrier, run_concurrently
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.first_version import Version0
 from diloco.workers.exchange.identity import Identity
@@ -120,7 +120,7 @@ class Joining:
             await version_0.ensure(self._incarnation, trained=False)
             while missing := [p for p in fragments if p not in pulling.latest]:
                 heads = dict(zip(missing, await retry(self._bus.read_heads, missing), strict=True))
-                await some_at_once(partial(self._pull, pulling, heads), missing)
+                await run_concurrently(partial(self._pull, pulling, heads), missing)
         # The syncer writes the run's state just before the first heads, so a report may have missed it. Recovery of the
         # moments needs it, since moments belong to one run.
         if self._shared.state is None:

@@ -144,7 +144,7 @@ class Pulling:
                     async with asyncio.timeout(wait_s):
                         await wake.wait()
                 continue
-            chosen = _Chosen(self._wanted[p], self._wanted, self._seen_s, clock)
+            chosen = _HeadChooser(self._wanted[p], self._wanted, self._seen_s, clock)
             pulled = await self._pull(chosen)
             head, seen_s = chosen.head, chosen.seen_s
             layout = self._member.layout.fragments[p]
@@ -168,9 +168,9 @@ class Pulling:
         Raises:
             BusError: it cannot be read.
         """
-        return await self._pull(_Chosen(head, {}, {}, self._member.clock))
+        return await self._pull(_HeadChooser(head, {}, {}, self._member.clock))
 
-    async def _pull(self, chosen: "_Chosen") -> bool:
+    async def _pull(self, chosen: "_HeadChooser") -> bool:
         values, member = await self._carrier.pull(chosen), self._member
         if values is None:
             return False
@@ -184,7 +184,7 @@ class Pulling:
         return True
 
 
-class _Chosen:
+class _HeadChooser:
     """A callable that chooses the head to pull: the newest known head of a fragment at the time of the call."""
 
     def __init__(self, head: Head, wanted: Mapping[int, Head], seen_s: Mapping[int, float], clock: Clock) -> None:

@@ -79,7 +79,7 @@ async def read_run(bus: Bus) -> Spec | None:
     return spec
 
 
-class Beginning(NamedTuple):
+class FirstSpecSettings(NamedTuple):
     """The settings that the bus gives to the proposer of a run's first spec."""
 
     wanted: Mapping[str, Any] = MappingProxyType({})
@@ -87,17 +87,17 @@ class Beginning(NamedTuple):
     cluster: bool = False
 
 
-def read_beginning(url: str, run: str) -> Beginning:
-    """Return the `Beginning` of a run that has no spec.
+def read_first_spec_settings(url: str, run: str) -> FirstSpecSettings:
+    """Return the `FirstSpecSettings` of a run that has no spec.
 
     Raises:
         BusUnavailable: there is no Redis.
     """
 
-    async def ask() -> Beginning:
+    async def ask() -> FirstSpecSettings:
         async with open_bus(url, run) as bus:
             cluster, wanted = (await bus.info()).cluster, await bus.read_wanted()
-            return Beginning({} if wanted is None else wanted.sync, cluster)
+            return FirstSpecSettings({} if wanted is None else wanted.sync, cluster)
 
     return in_own_loop(ask())
 

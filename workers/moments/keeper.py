@@ -16,7 +16,7 @@ from diloco.workers.copies.losses import Loss
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.local_state import OwnMoments
 from diloco.workers.moments.optimizer_state import StateCopy
-from diloco.workers.moments.recovery import Found, Source, torch_rng
+from diloco.workers.moments.recovery import FoundMoments, Source, torch_rng
 from diloco.workers.moments.saved_moments import Moments
 from diloco.workers.moments.state_folder import SavedState
 from diloco.workers.rounds import Rounds
@@ -38,7 +38,7 @@ class Keeper:
         self._next_save_s = self._next_losses_s = 0.0
         self._losses: deque[tuple[int, float, float, Loss]] = deque(maxlen=LOSSES_KEPT)
 
-    def restore(self, found: Found) -> None:
+    def restore(self, found: FoundMoments) -> None:
         """Put what was found into the optimizer and this process, before the first step; release it then."""
         now = time.monotonic()
         self._next_save_s, self._next_losses_s = now + self._own.options.state_every_s, now

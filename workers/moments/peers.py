@@ -67,7 +67,7 @@ class Peers:
             log.warning("moments_not_taken", learner=self._learner, error=str(error))
             return None
 
-    async def _somebody_may_answer(self) -> bool:
+    async def _peer_available(self) -> bool:
         """Return whether a live peer has moments and the run goes on: in one that ends, peers no longer answer."""
         state = await self._bus.read_state()
         if state is not None and state.phase is not Phase.RUNNING:
@@ -86,7 +86,7 @@ class Peers:
                 return board.offer
             if board.claimed:
                 unclaimed = now
-            elif not await self._somebody_may_answer():
+            elif not await self._peer_available():
                 return None
             if now - unclaimed > TIMES.moments_unclaimed_s or now - began > TIMES.moments_wait_s:
                 log.info("moments_not_offered", learner=self._learner, waited_s=round(now - began, 1))

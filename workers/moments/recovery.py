@@ -37,7 +37,7 @@ Source = Literal["start", "checkpoint", "optimizer", "peer", "fresh"]
 
 
 @dataclass(slots=True)
-class Found:
+class FoundMoments:
     """The moments that were found, and their source. The exchange thread makes it, the training thread takes it."""
 
     source: Source
@@ -53,19 +53,19 @@ class Recovery:
     def __init__(self, own: OwnMoments) -> None:
         self._own = own
 
-    async def find(self, peers: Peers | None, versions: tuple[int, ...], state: RunState | None) -> Found:
+    async def find(self, peers: Peers | None, versions: tuple[int, ...], state: RunState | None) -> FoundMoments:
         """Choose a source of moments while joining, and fetch them; never raises because there are none."""
         if max(versions) == 0:
-            return Found("start")
+            return FoundMoments("start")
         found = await self._look(peers, state)
         structlog.get_logger().info("moments_recovered", learner=self._own.learner, source=found.source)
         return found
 
-    async def _look(self, peers: Peers | None, state: RunState | None) -> Found:
+    async def _look(self, peers: Peers | None, state: RunState | None) -> FoundMoments:
         own, recover = self._own, self._own.options.recover
         if recover == "fresh":
-            return Found("fresh")
-        here = Found("optimizer" if own.held else "fresh")
+            return FoundMoments("fresh")
+        here = FoundMoments("optimizer" if own.held else "fresh")
         if own.state is None:
             return here
         if own.folder is not None and recover == "auto":
@@ -76,11 +76,11 @@ class Recovery:
             else:
                 if loaded is not None:
                     saved, moments = loaded
-                    return Found("checkpoint", moments, saved)
+                    return FoundMoments("checkpoint", moments, saved)
         if own.held and recover == "auto":
             return here
         asked = None if peers is None else await peers.ask()
-        return here if asked is None else Found("peer", asked)
+        return here if asked is None else FoundMoments("peer", asked)
 
     def peers(self, bus: Bus, clock: Clock, chunk_bytes: int, state: Callable[[], RunState | None]) -> Peers | None:
         """Return the means to exchange moments with peers; None if that is of no use.

@@ -152,7 +152,7 @@ class Learner(BaseLearner):
         Raises:
             UsageError: an argument is out of bounds.
         """
-        share = ShareByProgress((shape, warmup, decay, final), self._place)
+        share = ShareByProgress((shape, warmup, decay, final), self._schedule_inputs)
         return lambda: share(0)
 
     def globals(self) -> Any:

@@ -21,7 +21,7 @@ from diloco.workers.pytree.tree import Leaf, Tree
 Float32 = npt.NDArray[np.float32]
 
 
-class Where:
+class DeviceName:
     """The device of the leaves, in words. Torch never trains there, so its number of threads is not reported."""
 
     type = "jax"
@@ -63,7 +63,7 @@ class PytreeParameters:
         self._tree, self._layout = tree, layout
         self._by_name = {leaf.name: leaf for leaf in tree.leaves}
         self._leaves = list(leaves)
-        self.device = Where(self._leaves[tree.leaves[0].at])
+        self.device = DeviceName(self._leaves[tree.leaves[0].at])
 
     @property
     def params(self) -> Any:

@@ -256,7 +256,7 @@ class Transfers:
         for rank in range(self._shares.ranks):
             pieces = self._shares.pieces(rank, p)
             if rank == self._rank:
-                self._given(p, number, rank, at_once, await member.offload(own_of, flat, pieces))
+                self._given(p, number, rank, at_once, await member.offload(own_values, flat, pieces))
                 continue
             for group, taken in enumerate(in_slices(pieces)):
                 vector = _joined([flat[one.start : one.start + one.elements] for one in taken])
@@ -330,7 +330,7 @@ class Transfers:
         self._carrier.feedback.reset(p)
 
 
-def own_of(flat: Float32, pieces: Sequence[Piece]) -> Float32:
+def own_values(flat: Float32, pieces: Sequence[Piece]) -> Float32:
     """Return a rank's own vector of a fragment. It is not copied if it equals the whole fragment."""
     if elements(pieces) == len(flat):
         return flat

@@ -203,7 +203,7 @@ class ServerPlacement:
 SMALL = 2**22
 
 
-class Room:
+class Capacity:
     """The room that each server has for work in flight, besides what it keeps: one fragment, or several small ones.
     Pure.
 

@@ -10,7 +10,7 @@ from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
-from diloco.workers.ranks.placement import Room, ServerPlacement
+from diloco.workers.ranks.placement import Capacity, ServerPlacement
 from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Publication
 
@@ -42,7 +42,7 @@ class SnapshotRequests:
         """Ask all ranks to take snapshots of the given fragments at their next step. Only rank 0 calls this."""
         self._made += 1
         for rank in range(self._transport.ranks):
-            self._transport.tell(rank, "want", sorted(fragments), self._made)
+            self._transport.notify(rank, "want", sorted(fragments), self._made)
 
     async def _take_requests(self, _: int, fragments: list[int], request: int) -> None:
         self._newest = self._newest | dict.fromkeys(fragments, request)
@@ -76,7 +76,7 @@ class InFlight:
 
     def __init__(self, elements: Sequence[int]) -> None:
         """elements: number of elements of each fragment."""
-        self._room, self._lock = Room(elements), threading.Lock()
+        self._room, self._lock = Capacity(elements), threading.Lock()
         """The room is taken from the decision to take a snapshot until the snapshot is uploaded."""
         self._fragments: set[int] = set()
         self._moving: set[int] = set()
@@ -154,7 +154,7 @@ class RanksCarrier:
     """An `exchange.carrier.Carrier` over all ranks. What training adopts is the number of a global that all ranks have.
 
     A server has at most one fragment that is pulled and not adopted, and at most one that is snapshotted and not
-    uploaded; each may be several small ones instead (`placement.Room`). Snapshots taken while training waits have
+    uploaded; each may be several small ones instead (`placement.Capacity`). Snapshots taken while training waits have
     negative tags, so that they cannot collide with step numbers.
     """
 
@@ -162,7 +162,7 @@ class RanksCarrier:
         self._transport, self._in_flight = transport, in_flight
         self._me, self._outages = (member.learner, member.incarnation), member.outages
         sizes = [fragment.elements for fragment in member.layout.fragments]
-        self._placement, self._room = ServerPlacement(sizes, transport.ranks), Room(sizes)
+        self._placement, self._room = ServerPlacement(sizes, transport.ranks), Capacity(sizes)
         self.lanes = len(sizes)
         self.feedback = self
         self.joining = True
@@ -262,7 +262,7 @@ class RanksCarrier:
                 await self._uploaded.wait()
             if not of_use():
                 if tag is not None:
-                    self._transport.tell(server, "forget", p, tag)
+                    self._transport.notify(server, "forget", p, tag)
                 return False
             tag = await self._snapshot(p, server) if tag is None else tag
             return bool(await self._transport.ask(server, "upload", p, tag, fields))
@@ -287,12 +287,12 @@ class RanksCarrier:
         """Forward the learner's merged deltas to the fragment's server; implements `ErrorFeedback.merged`."""
         own = [(one.base_version, one.tokens) for one in parts if (one.learner, one.incarnation) == self._me]
         if own:
-            self._transport.tell(self._placement.servers[fragment], "merged", fragment, own)
+            self._transport.notify(self._placement.servers[fragment], "merged", fragment, own)
 
     def passed(self, fragment: int, version: int) -> None:
         """Forward this to the fragment's server; implements `ErrorFeedback.passed`."""
-        self._transport.tell(self._placement.servers[fragment], "passed", fragment, version)
+        self._transport.notify(self._placement.servers[fragment], "passed", fragment, version)
 
     def reset(self, fragment: int) -> None:
         """Forward this to the fragment's server; implements `ErrorFeedback.reset`."""
-        self._transport.tell(self._placement.servers[fragment], "reset", fragment)
+        self._transport.notify(self._placement.servers[fragment], "reset", fragment)

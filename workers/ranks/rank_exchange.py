@@ -31,7 +31,7 @@ from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.joining import Joining, log_joined
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.moments.recovery import Found, Source
+from diloco.workers.moments.recovery import FoundMoments, Source
 from diloco.workers.ranks.gather import Replicas, TakeSnapshot, Transfers
 from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier, SnapshotAt, SnapshotRequests
@@ -60,7 +60,7 @@ class Rank:
         transfers: Transfers,
         training: Training,
         shared: Shared,
-        joined: "Future[tuple[Rank, Found]]",
+        joined: "Future[tuple[Rank, FoundMoments]]",
         exchange: Exchange[SnapshotAt] | None = None,
         carrier: RanksCarrier | None = None,
         in_flight: InFlight | None = None,
@@ -69,7 +69,7 @@ class Rank:
         self.transfers, self.shared, self.exchange, self.in_flight = transfers, shared, exchange, in_flight
         self.carrier = carrier
         self._transport, self._training, self._joined = transport, training, joined
-        self._found = Found("start")
+        self._found = FoundMoments("start")
         self.begin: Mapping[int, int] = {}
         """Maps a fragment to the number of the global that training begins with."""
         self.bases: dict[int, Base] = {}
@@ -106,7 +106,7 @@ class Rank:
         self.begin = dict(begin)
         self.transfers.training_idle.clear()
         if self._found.source != source:
-            self._found = Found(source)
+            self._found = FoundMoments(source)
         self._joined.set_result((self, self._found))
 
     def when_done(self, total: Sum, do: Callable[[], object]) -> None:
@@ -149,7 +149,7 @@ class Rank:
             RankGone: the goodbye did not come in time, or a rank has not left its loop.
         """
         await self.exit_barrier.wait_for_all()
-        lost = asyncio.create_task(self._transport.until_gone(0))
+        lost = asyncio.create_task(self._transport.wait_disconnected(0))
         try:
             async with asyncio.timeout(within_s):
                 await asyncio.wait({self._gone, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +172,7 @@ class RankExchange:
         transport: Transport,
         training: Training,
         shares: Shares,
-        joined: "Future[tuple[Rank, Found]]",
+        joined: "Future[tuple[Rank, FoundMoments]]",
         abandoned: Callable[[], bool],
         offload: Offload = offload,
     ) -> None:
@@ -293,7 +293,7 @@ class RankExchange:
             if state is not None and state.started_unix_s != sent:
                 sent = state.started_unix_s
                 for rank in range(1, self._transport.ranks):
-                    self._transport.tell(rank, "know", codec.encode(state))
+                    self._transport.notify(rank, "know", codec.encode(state))
             await asyncio.sleep(TIMES.check_s)
 
     async def _enter_all(self, rank: Rank, versions: Sequence[int], state: RunState | None) -> None:

@@ -23,9 +23,9 @@ from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.joined import JoinedLearner, Read, is_over, progress_of
-from diloco.workers.moments.recovery import Found
+from diloco.workers.moments.recovery import FoundMoments
 from diloco.workers.parameters import FragmentParameters
-from diloco.workers.ranks.gather import Float32, Samples, TakeSnapshot, own_of, sample_layout
+from diloco.workers.ranks.gather import Float32, Samples, TakeSnapshot, own_values, sample_layout
 from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_carrier import SnapshotAt
 from diloco.workers.ranks.rank_exchange import GOODBYE_S, Rank, RankExchange
@@ -131,7 +131,7 @@ class JoinedRank:
         for fragment in self._shares.layout.fragments:
             reader = fragment.id % self._shares.ranks
             whole = self._group.broadcast(reader, fragment.elements, partial(self._whole, read, fragment.id))
-            own.append(own_of(whole, self._shares.pieces(self._number, fragment.id)))
+            own.append(own_values(whole, self._shares.pieces(self._number, fragment.id)))
         return own
 
     @staticmethod
@@ -280,7 +280,7 @@ class JoinedRank:
 
     # --- leaving ------------------------------------------------------------------------------------------
 
-    def breaks_off(self, error: BaseException) -> bool:
+    def abort(self, error: BaseException) -> bool:
         """Make the other ranks end too and tell them why. Return True."""
         why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
@@ -346,7 +346,7 @@ class RankThread(ExchangeThread[Rank]):
         self._exchange: RankExchange | None = None
         stopping.step_s, stopping.report = lambda: training.times.step_s, self._report_end
 
-    def join_run(self, check: Callable[[], None]) -> tuple[JoinedRank, Found]:
+    def join_run(self, check: Callable[[], None]) -> tuple[JoinedRank, FoundMoments]:
         """Join, as `ExchangeThread.start` does; return the joined rank and the moments found."""
         rank, found = self.start(check)
         parameters, layout = self._training.parameters, sample_layout(self._shares)

@@ -14,7 +14,7 @@ import structlog
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.pipeline.payload import codec
-from diloco.workers.batches import Turns
+from diloco.workers.batches import ShardSource
 from diloco.workers.ranks.transport import Transport
 
 LOOK_S = 0.2
@@ -37,11 +37,11 @@ class ShardBroadcast:
         bytes."""
         transport.handle(shard=self._receive)
 
-    def tell(self, asked: LoaderArguments, claimed: ClaimedShard | None, shard: Shard) -> None:
+    def notify(self, asked: LoaderArguments, claimed: ClaimedShard | None, shard: Shard) -> None:
         """Tell all other ranks that rank 0 reads this shard next. Only at rank 0. claimed: None if it is read again."""
         entry, position = ("", 0) if claimed is None else (claimed.entry_id, claimed.position)
         for rank in range(1, self._transport.ranks):
-            self._transport.tell(rank, "shard", list(asked), entry, position, codec.encode(shard))
+            self._transport.notify(rank, "shard", list(asked), entry, position, codec.encode(shard))
 
     async def _receive(self, _: int, asked: list[int], entry: str, position: int, encoded: bytes) -> None:
         length, seed, size, accumulate = asked
@@ -54,22 +54,24 @@ def loader_arguments(order: DataOrder, batch_size: int, accumulate: int) -> Load
 
 
 class LeadingShards:
-    """Rank 0's shards in turn (`batches.Turns`); it tells the other ranks of each."""
+    """Rank 0's shards in turn (`batches.ShardSource`); it tells the other ranks of each."""
 
-    def __init__(self, shards: Turns, first: ClaimedShard, tell: Callable[[ClaimedShard | None, Shard], None]) -> None:
-        """shards: the ones after the first. tell: tells the other ranks."""
-        self._shards, self._tell = shards, tell
-        tell(first, first.shard)
+    def __init__(
+        self, shards: ShardSource, first: ClaimedShard, notify: Callable[[ClaimedShard | None, Shard], None]
+    ) -> None:
+        """shards: the ones after the first. notify: tells the other ranks."""
+        self._shards, self._notify = shards, notify
+        notify(first, first.shard)
 
     def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
-        """Return the next shard, and tell the other ranks; implements `batches.Turns.after`."""
+        """Return the next shard, and tell the other ranks; implements `batches.ShardSource.after`."""
         found = self._shards.after(claimed, wait_s)
-        self._tell(*found)
+        self._notify(*found)
         return found
 
 
 class FollowingShards:
-    """Another rank's shards in rank 0's order (`batches.Turns`)."""
+    """Another rank's shards in rank 0's order (`batches.ShardSource`)."""
 
     def __init__(self, broadcast: ShardBroadcast, asked: LoaderArguments, check: Callable[[], object]) -> None:
         """asked: by this rank's loop; rank 0's must be the same. check: raises if the learner is not in its run."""
@@ -83,7 +85,7 @@ class FollowingShards:
         return claimed
 
     def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
-        """Wait until rank 0 has taken up the next shard, and return it; implements `batches.Turns.after`.
+        """Wait until rank 0 has taken up the next shard, and return it; implements `batches.ShardSource.after`.
 
         Raises:
             UsageError: rank 0's loop asks for something else, or draws nothing for `GIVES_UP_S`.

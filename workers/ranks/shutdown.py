@@ -76,7 +76,7 @@ class ExitBarrier:
             RankGone: other ranks train on, or left after another step.
         """
         for rank in range(self._transport.ranks):
-            self._transport.tell(rank, "left", self.steps)
+            self._transport.notify(rank, "left", self.steps)
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_TOGETHER_S):
                 await self._all_left.wait()

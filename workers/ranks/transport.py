@@ -271,7 +271,7 @@ class Transport:
         """
         await self._broken
 
-    async def until_gone(self, rank: int) -> None:
+    async def wait_disconnected(self, rank: int) -> None:
         """Wait for the connection to another rank to end. If it ends too early, `watch` raises as well."""
         await asyncio.wait({self._receivers[rank]})
 
@@ -296,7 +296,7 @@ class Transport:
         """Send a request to all ranks, this one too; return their answers by rank. Raises what `ask` does."""
         return await asyncio.gather(*(self.ask(rank, what, *args) for rank in range(self.ranks)))
 
-    def tell(self, rank: int, what: str, *args: Any) -> None:
+    def notify(self, rank: int, what: str, *args: Any) -> None:
         """Send a request to a rank without waiting for an answer."""
         self.start_task(self.ask(rank, what, *args))
 

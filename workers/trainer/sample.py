@@ -94,7 +94,7 @@ class _Pairs:
         return bpe.decode(self._tokenizer, tokens)
 
 
-def words_of(spec: TrainerSpec, data: Path | None) -> _Bytes | _Pairs:
+def tokenizer_of(spec: TrainerSpec, data: Path | None) -> _Bytes | _Pairs:
     """Return the tokenizer of a run's model.
 
     Args:
@@ -128,13 +128,13 @@ def sample(
     """Return the prompt and up to `tokens` more tokens as text; it ends early if the model ends the document.
 
     temperature: 0 takes the likeliest token. top_k: draw from this many likeliest tokens; 0 from all. data: a folder
-    with the run's token shards (`words_of`).
+    with the run's token shards (`tokenizer_of`).
 
     Raises:
         UsageError: the model's tokens are not bytes, and there is no tokenizer here that can read them.
     """
-    words, context = words_of(loaded.spec, data), loaded.spec.get("seq_len")
-    device = _on_the_fastest(loaded.model)
+    words, context = tokenizer_of(loaded.spec, data), loaded.spec.get("seq_len")
+    device = _to_fastest_device(loaded.model)
     given = torch.tensor([words.end, *words.encode(prompt)], device=device)
     context = context if isinstance(context, int) else 128
     drawn = generate(loaded.model, given, tokens, context, temperature, top_k, seed, words.count)
@@ -142,7 +142,7 @@ def sample(
     return words.decode(text[: text.index(words.end)] if words.end in text else text)
 
 
-def _on_the_fastest(model: nn.Module) -> torch.device:
+def _to_fastest_device(model: nn.Module) -> torch.device:
     """Move a model to a GPU if there is one with room for it: on a CPU a large model would take minutes."""
     device = choose_device("auto")
     try:

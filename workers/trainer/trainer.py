@@ -22,7 +22,7 @@ from diloco.workers.trainer.agent import run_ranks
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokenized import check_tokenizer, open_for
 from diloco.workers.trainer.models.hf import weights_digest
-from diloco.workers.trainer.models.hf_config import lies_elsewhere, read_hf
+from diloco.workers.trainer.models.hf_config import is_same_model, read_hf
 from diloco.workers.trainer.models.named import build_model, check_model
 from diloco.workers.trainer.recipe import (
     StopFlag,
@@ -59,7 +59,7 @@ def follow(settings: LearnerProcess, spec: Spec) -> LearnerProcess:
     """
     settings = agree(settings.with_method(), spec.sync.model_dump(), SyncSettings)
     elsewhere = {"data"}
-    if "model" in settings.model_fields_set and lies_elsewhere(settings.model, spec.trainer.get("model")):
+    if "model" in settings.model_fields_set and is_same_model(settings.model, spec.trainer.get("model")):
         elsewhere.add("model")
     kept = elsewhere & settings.model_fields_set
     return agree(settings, {n: value for n, value in spec.trainer.items() if n not in kept}, TrainerSettings)

@@ -273,7 +273,7 @@ class RedisCalls:
                 self._lanes.notice(reply, node)
         return replies
 
-    async def many(
+    async def run_pipeline(
         self, commands: Iterable[Sequence[Any]], but_for: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> list[Any]:
         """Run a `pipeline` on the control lane and raise its first error reply.
@@ -301,7 +301,7 @@ class RedisCalls:
         """Return the fields of hashes, read in one round trip on the control lane; a missing hash has no fields."""
         commands = [("HGETALL", key) for key in keys]
         if self.nodes.cluster:
-            return await self.many(commands)
+            return await self.run_pipeline(commands)
         return [pairs(flat) for flat in await self.at_one_node(commands, None)]
 
     async def timed_hashes(
@@ -319,7 +319,7 @@ class RedisCalls:
         *flat, time = await self.at_one_node([*(("HGETALL", key) for key in keys), ("TIME",)], keys[0], max_bytes)
         return unix_ms(time), list(map(pairs, flat))
 
-    async def sift(self, key: str, name_bytes: int, value_bytes: int) -> tuple[dict[bytes, bytes], int]:
+    async def scan_hash(self, key: str, name_bytes: int, value_bytes: int) -> tuple[dict[bytes, bytes], int]:
         """Read a hash in bounded parts, for one that is too large to be read at once.
 
         Returns:

@@ -15,7 +15,7 @@ from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.calls import RedisCalls, unix_ms
 from diloco.pipeline.bus.redis.node_connections import TAKEN_PLACE
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, NoSentinel, SentinelNodes
-from diloco.pipeline.bus.redis.redis_errors import ERRORS, IS_IT_THERE, NAME_REDIS, NO_TLS, translate
+from diloco.pipeline.bus.redis.redis_errors import CHECK_ADDRESS, ERRORS, NAME_REDIS, NO_TLS, translate
 from diloco.pipeline.bus.redis.redis_url import Place, is_tls, parse
 from diloco.pipeline.bus.redis.zero_copy import drop_all
 from diloco.pipeline.bus.times import BUS_TIMES
@@ -110,7 +110,7 @@ async def _find_primary(sentinels: SentinelNodes, place: Place) -> None:
                 except NoSentinel:
                     raise
                 except BusUnavailable as error:
-                    if error.remedy not in ("", IS_IT_THERE):  # it runs, but needs another kind of connection
+                    if error.remedy not in ("", CHECK_ADDRESS):  # it runs, but needs another kind of connection
                         raise
                     failed = error
                 await asyncio.sleep(BUS_TIMES.poll_s)
@@ -159,11 +159,11 @@ async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[
     if (
         unavailable
         and tls
-        and any(await asyncio.gather(*(_says(one, b"PING\r\n", BUS_TIMES.connect_s) for one in asked)))
+        and any(await asyncio.gather(*(_probe_plaintext(one, b"PING\r\n", BUS_TIMES.connect_s) for one in asked)))
     ):
         return UsageError(f"Redis at {where}: {NO_TLS}", f"{NAME_REDIS}{kind}://")
     if unavailable and re.search("closed by server|reset by peer|[Cc]onnection lost|Broken pipe", str(error)):
-        unasked = [] if tls else await asyncio.gather(*(_says(one, b"", BUS_TIMES.ask_s) for one in asked))
+        unasked = [] if tls else await asyncio.gather(*(_probe_plaintext(one, b"", BUS_TIMES.ask_s) for one in asked))
         if refusal := next((said[1:] for said in unasked if said.startswith("-")), ""):
             told = translate(rx.ResponseError(refusal), where, place.user)
             return told if isinstance(told, BusUnavailable) else BusUnavailable(error.found, "", refusal)
@@ -172,7 +172,7 @@ async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[
     return error
 
 
-async def _says(address: HostPort, asked: bytes, within_s: float) -> str:
+async def _probe_plaintext(address: HostPort, asked: bytes, within_s: float) -> str:
     """Send `asked` without TLS; return the first line if a Redis answers, or says why it hangs up; else ""."""
     try:
         async with asyncio.timeout(within_s):

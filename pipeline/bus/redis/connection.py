@@ -64,7 +64,7 @@ class RedisConnection(Connection):
         """Set a key that has no value to this one; return the value that it has now."""
         holds = await self._redis.command("GET", key)  # first, since SETNX is refused when memory is short
         if holds is None:
-            _, holds = await self._redis.many([("SETNX", key, value), ("GET", key)])
+            _, holds = await self._redis.run_pipeline([("SETNX", key, value), ("GET", key)])
         if holds is None:
             raise BusUnavailable(f"{key} disappeared right after it was set")
         return bytes(holds)

@@ -107,7 +107,7 @@ class RedisOffers(RedisConnection, Offers):
             if waits:
                 with suppress(NotPermitted):
                     await self._redis.command("XTRIM", arrivals, "MAXLEN", 0)
-            (names, gone), last = await self._redis.sift(senders, MAX_NAME_CHARS, 0), [()]
+            (names, gone), last = await self._redis.scan_hash(senders, MAX_NAME_CHARS, 0), [()]
         listed = [name for name in names if schema.is_learner(name)]
         with suppress(NotPermitted):
             gone += await self._redis.delete(senders, set(names).difference(listed))
@@ -237,7 +237,7 @@ class RedisTape(RedisConnection, Tape):
     async def tape_end(self) -> dict[int, str]:
         groups = range(self.keys.groups)
         asked = [("XREVRANGE", self.keys.tape(g), "+", "-", "COUNT", 1) for g in groups]
-        ends = await self._redis.many(asked, but_for=BusUnavailable)
+        ends = await self._redis.run_pipeline(asked, but_for=BusUnavailable)
         return {
             g: end[0][0].decode() if end else START
             for g, end in zip(groups, ends, strict=True)
@@ -301,7 +301,7 @@ class RedisFragmentLeases(RedisConnection, FragmentLeases):
         await self._redis.script("release", [self.keys.lease(fragment)], nonce)
 
     async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
-        found = await self._redis.many(("GET", self.keys.lease(p)) for p in fragments)
+        found = await self._redis.run_pipeline(("GET", self.keys.lease(p)) for p in fragments)
         return [None if holder is None else holder.decode(errors="replace") for holder in found]
 
 

@@ -17,7 +17,7 @@ from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.nodes import Nodes
-from diloco.pipeline.bus.redis.redis_errors import ERRORS, IS_IT_THERE, translate
+from diloco.pipeline.bus.redis.redis_errors import CHECK_ADDRESS, ERRORS, translate
 from diloco.pipeline.bus.redis.redis_url import Place
 from diloco.pipeline.bus.redis.zero_copy import drop_all
 from diloco.pipeline.bus.times import BUS_TIMES
@@ -51,7 +51,7 @@ _CUT_OFF = re.compile(r"(^|[-\s])NOREPLICAS\s")
 _MOVED = re.compile(r"^MOVED ([0-9]+) (.*):([0-9]+)$")
 
 
-class _Way:
+class _NodeLane:
     """The connections of one lane to one node."""
 
     def __init__(self, options: dict[str, Any], limit: int) -> None:
@@ -83,7 +83,7 @@ class Lanes:
     def __init__(self, place: Place, nodes: Nodes, found: Callable[[Collection[HostPort | None]], Awaitable[None]]):
         """Must be called on a running event loop. found: called with the nodes that newly hold keys."""
         self.place, self.nodes, self._found = place, nodes, found
-        self._ways: dict[tuple[Lane, HostPort | None], _Way] = {}
+        self._ways: dict[tuple[Lane, HostPort | None], _NodeLane] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._closed = False
@@ -116,7 +116,7 @@ class Lanes:
                 "give it the same users' file as the others; this party then continues on its own",
                 told.said,
             )
-        if self.nodes.moves and told.remedy == IS_IT_THERE:  # the node's address does not come from the URL
+        if self.nodes.moves and told.remedy == CHECK_ADDRESS:  # the node's address does not come from the URL
             told.remedy = TAKEN_PLACE
         return told
 
@@ -140,7 +140,7 @@ class Lanes:
         if self._closed:
             raise BusUnavailable("the bus is closed")
         if (way := self._ways.get((lane, address))) is None:
-            way = self._ways[lane, address] = _Way(self.place.at(address), LANES[lane])
+            way = self._ways[lane, address] = _NodeLane(self.place.at(address), LANES[lane])
         where = self.where(address)
         try:
             async with asyncio.timeout(None if lane in CROWDED else limit_s) as scope:

@@ -7,7 +7,7 @@ import redis.exceptions as rx
 
 from diloco.pipeline.bus import acl, stored_reports
 from diloco.pipeline.bus.keys import run_of
-from diloco.pipeline.bus.redis.zero_copy import TooMuch
+from diloco.pipeline.bus.redis.zero_copy import ReplyTooLarge
 from diloco.pipeline.errors import (
     BadMessage,
     BusError,
@@ -35,7 +35,7 @@ _FULL = {
     "NOREPLICAS": ("too few replicas are connected", "start its replicas, or lower its min-replicas-to-write"),
 }
 # States of a server in which it is unavailable for now; it, or another one in its place, may serve again.
-_AWAY = {
+_UNAVAILABLE = {
     "READONLY": "is now a replica, which accepts no writes",
     "LOADING": "is loading its data from disk",
     "CLUSTERDOWN": "belongs to a cluster that is down",
@@ -48,7 +48,7 @@ _AWAY = {
     "DENIED": "accepts no connections from other machines while it has no password",
 }
 # Remedies for those states that need one.
-_BACK = {
+_UNAVAILABLE_REMEDIES = {
     "ASK": "this party continues on its own once the slot has moved",
     "CLUSTERDOWN": "start the node that is down. With `cluster-require-full-coverage no`, the other nodes keep serving "
     "meanwhile",
@@ -95,11 +95,11 @@ _TLS = (
 )
 
 
-IS_IT_THERE = "check that Redis is running and that DILOCO_REDIS_URL is its address"
+CHECK_ADDRESS = "check that Redis is running and that DILOCO_REDIS_URL is its address"
 # (redis-py's text, its meaning, remedy) if no server answers, because none was ever there or it is down for now.
 _NOT_THERE = (
     ("Too many open files", "this process cannot open more connections", "raise its limit of open files (`ulimit -n`)"),
-    ("connecting to", "no server answers", IS_IT_THERE),
+    ("connecting to", "no server answers", CHECK_ADDRESS),
     ("Protocol error", "the server there is not Redis", "check the port in DILOCO_REDIS_URL"),
 )
 
@@ -130,15 +130,15 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
     for sign, found, remedy in _TLS:
         if sign.search(text):
             return UsageError(f"Redis at {where}: {found}", remedy, text)
-    if isinstance(error, TooMuch):
+    if isinstance(error, ReplyTooLarge):
         return Oversized(f"Redis at {where} sent more data than any party of a run writes", said=text)
     if isinstance(error, rx.NoScriptError):
         return scripts_missing(where)
     if code in _FULL:
         found, remedy = _FULL[code]
         return BusFull(f"Redis at {where} refuses writes: {found}", remedy, text)
-    if code in _AWAY:
-        return BusUnavailable(f"Redis at {where} {_AWAY[code]}", _BACK.get(code, ""), text)
+    if code in _UNAVAILABLE:
+        return BusUnavailable(f"Redis at {where} {_UNAVAILABLE[code]}", _UNAVAILABLE_REMEDIES.get(code, ""), text)
     if "WRONGTYPE" in text:
         named = key.decode(errors="replace") if isinstance(key, bytes) else key
         at, remedy = (f"at {named}", unlink(named)) if named else ("there", "")
@@ -159,7 +159,7 @@ def unlink(key: str) -> str:
 def _code(error: BaseException, text: str) -> str:
     """Return an error's code (the first word of Redis's text), or "" if it has no known one."""
     known = next((code for kind, code in _KINDS.items() if isinstance(error, kind)), "")
-    told = {"NOPERM", "NOAUTH", "WRONGPASS", *_FULL, *_AWAY}
+    told = {"NOPERM", "NOAUTH", "WRONGPASS", *_FULL, *_UNAVAILABLE}
     return known or next((code for code in _CODE.findall(text) if code in told), "")
 
 
@@ -179,10 +179,10 @@ def _not_permitted(text: str, where: str, user: str, key: bytes | str | None) ->
     what = f"send {command[1].replace('|', ' ').upper()}" if command else "do that"
     at = key.decode(errors="replace") if isinstance(key, bytes) else key
     found = f"Redis at {where} does not let {who} {what}" + (f" in run {run!r} (key {at})" if run else "")
-    return NotPermitted(found, _may(user, run), text)
+    return NotPermitted(found, _rights_remedy(user, run), text)
 
 
-def _may(user: str, run: str) -> str:
+def _rights_remedy(user: str, run: str) -> str:
     """Return the remedy for missing rights."""
     if not user:
         return "put this party's user in DILOCO_REDIS_URL: redis://USER:PASSWORD@HOST:PORT (`diloco acl` creates users)"

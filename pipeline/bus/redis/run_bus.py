@@ -122,8 +122,8 @@ class RedisReports(RedisConnection, Reports):
             return now_ms, reports, seen
         except Oversized:
             name_bytes = stored_reports.REPORT_NAME_BYTES
-            reports, large = await self._redis.sift(self.keys.learners, name_bytes, LearnerReport.max_bytes)
-            seen, late = await self._redis.sift(self.keys.seen, name_bytes, stored_reports.TIME_BYTES)
+            reports, large = await self._redis.scan_hash(self.keys.learners, name_bytes, LearnerReport.max_bytes)
+            seen, late = await self._redis.scan_hash(self.keys.seen, name_bytes, stored_reports.TIME_BYTES)
             if large or late:
                 self._warn("reports_dropped", reports=max(large, late), kept=len(reports), detail=REPORTS_DROPPED)
             (time,) = await self._redis.at_one_node([("TIME",)], self.keys.learners)
@@ -146,7 +146,9 @@ class RedisReports(RedisConnection, Reports):
         if stored_reports.are_too_many(kept, {}, self._fragments):
             learners = stored_reports.reporting(kept)
             # Read at most the bytes that a valid holder can have: each learner may write anything to its own key.
-            held = await self._redis.many(("GETRANGE", self.keys.holder(learner), 0, 64) for learner in learners)
+            held = await self._redis.run_pipeline(
+                ("GETRANGE", self.keys.holder(learner), 0, 64) for learner in learners
+            )
             holders = dict(zip(learners, held, strict=True))
             surplus = stored_reports.surplus_reports
             gone |= await asyncio.to_thread(surplus, kept, holders, self._fragments)
@@ -215,7 +217,7 @@ class RedisSyncerBoard(RedisConnection, SyncerBoard):
     async def read_savers(self) -> Sequence[tuple[int, str, str]]:
         return schema.savers(await self._live())
 
-    async def _live(self) -> list[schema.HereSyncer]:
+    async def _live(self) -> list[schema.LiveSyncer]:
         now_ms, (found,) = await self._redis.timed_hashes(self.keys.syncers)
         return schema.live_syncers(now_ms, found)
 

@@ -37,7 +37,7 @@ class RedisRuns:
         found: dict[str, Taken] = {}
         async for keys in self._calls.keys(f"{PREFIX}{{*"):
             asked = (("MEMORY USAGE", key) for key in keys)
-            sizes = await self._calls.many(asked, but_for=rx.NoPermissionError)
+            sizes = await self._calls.run_pipeline(asked, but_for=rx.NoPermissionError)
             for key, size in zip(keys, sizes, strict=True):
                 if (run := run_of(key)) and size is not None:
                     before = found.get(run, Taken())
@@ -57,7 +57,7 @@ class RedisRuns:
         freed = 0
         for pattern in (f"{PREFIX}{{{run}}}:*", f"{PREFIX}{{{run}:*}}:*"):
             async for keys in self._calls.keys(pattern):
-                freed += sum(await self._calls.many(("UNLINK", key) for key in keys))
+                freed += sum(await self._calls.run_pipeline(("UNLINK", key) for key in keys))
         return freed
 
     async def close(self) -> None:

@@ -34,7 +34,7 @@ ENTRY_BYTES = 256
 KEY_BYTES = 64 * 2**10
 
 
-class TooMuch(rx.InvalidResponse):
+class ReplyTooLarge(rx.InvalidResponse):
     """A reply is larger than it can validly be. It was not read to its end, so the connection cannot be used again."""
 
 
@@ -62,7 +62,7 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]], max_bytes:
 
     Raises:
         ConnectionError: the connection was lost.
-        TooMuch: all replies together have more than `max_bytes`.
+        ReplyTooLarge: all replies together have more than `max_bytes`.
     """
     made = [pack(command) for command in commands]
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ async def _replies(connection: AbstractConnection, count: int, max_bytes: int) -
             raise rx.ConnectionError("connection closed")
         left -= len(data)
         if left < 0:
-            raise TooMuch(f"not a reply: more than {max_bytes} bytes")
+            raise ReplyTooLarge(f"not a reply: more than {max_bytes} bytes")
         reader.feed(data)
     return replies
 
@@ -106,7 +106,7 @@ async def ask(client: Redis, command: Sequence[Argument], max_bytes: int = ANY_S
 
     Raises:
         ResponseError: the reply is an error.
-        ConnectionError, TooMuch: see `send`.
+        ConnectionError, ReplyTooLarge: see `send`.
     """
     (reply,) = await send(client, (command,), max_bytes)
     if isinstance(reply, Exception):
@@ -120,7 +120,7 @@ async def receive(client: Redis, command: Sequence[Argument], max_bytes: int, ma
     Raises:
         ResponseError: the reply is an error.
         ConnectionError: the connection was lost.
-        TooMuch: the reply has more than `max_bytes`, or more than `max_values` members of arrays.
+        ReplyTooLarge: the reply has more than `max_bytes`, or more than `max_values` members of arrays.
     """
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
     try:
@@ -228,8 +228,8 @@ class Reply(asyncio.BufferedProtocol):
             if self._filled >= self._needed:
                 self._parse()
             if self._filled > self._max_bytes:
-                raise TooMuch(f"not a reply: more than {self._max_bytes} bytes")
-        except TooMuch as error:
+                raise ReplyTooLarge(f"not a reply: more than {self._max_bytes} bytes")
+        except ReplyTooLarge as error:
             self._finish(error)
         except ValueError as error:  # int() of something that is no length: the peer is no Redis
             self._finish(rx.InvalidResponse(f"not a reply: {error}"))
@@ -260,7 +260,7 @@ class Reply(asyncio.BufferedProtocol):
             if kind == b"*":
                 members = max(0, int(text))
                 if members > self._members:
-                    raise TooMuch(f"not a reply: an array of {members}, with more values than were requested")
+                    raise ReplyTooLarge(f"not a reply: an array of {members}, with more values than were requested")
                 self._members -= members
                 self._due += members - 1
             elif kind == b"$":
@@ -268,7 +268,7 @@ class Reply(asyncio.BufferedProtocol):
                 stop = after + max(0, size) + (2 if size >= 0 else 0)
                 self._needed = stop
                 if stop > self._max_bytes:
-                    raise TooMuch(f"not a reply: more than {self._max_bytes} bytes, with a string of {size}")
+                    raise ReplyTooLarge(f"not a reply: more than {self._max_bytes} bytes, with a string of {size}")
                 if stop > self._filled:
                     if stop > len(self._room):
                         self._grow(stop + _MIN_ROOM)

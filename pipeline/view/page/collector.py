@@ -23,10 +23,10 @@ from diloco.pipeline.messages.run import Evaluation, Event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
-from diloco.pipeline.view.page.join_command import Way
+from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Model, PageModel, Poll
-from diloco.pipeline.view.status import NOTHING_TOLD, Status
+from diloco.pipeline.view.status import NO_FACTS, Status
 from diloco.pipeline.view.status_reader import read_status_of, redis_fill
 
 Entry = TypeVar("Entry", tuple[str, Event], tuple[str, Evaluation])
@@ -63,7 +63,7 @@ class Collector:
         epoch: str,
         live_s: float | None = None,
         idle_s: float = UNWATCHED_S,
-        way: Way | None = None,
+        route: RedisRoute | None = None,
     ) -> None:
         """Create a collector that has read nothing yet.
 
@@ -79,7 +79,7 @@ class Collector:
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
         self._new_reader = partial(RunReader, bus, clock, live_s)
         self._reader = self._new_reader()
-        self._new_model = partial(PageModel, bus.keys.run, way or Way())
+        self._new_model = partial(PageModel, bus.keys.run, route or RedisRoute())
         self.model, self.reading = self._new_model(), Reading()
         self._updates: deque[Update] = deque()
         self._bytes = self._number = 0
@@ -114,7 +114,7 @@ class Collector:
             trace = None if isinstance(error, DilocoError) else error  # its message says all that a trace would
             structlog.get_logger().error("page_failed", error=text, retry_s=AGAIN_S, exc_info=trace)
             self._reader = self._new_reader()
-            self._begin_anew()
+            self._start_over()
             self.model.failed(self._clock.unix(), text[:300])
             self._publish(self.model.patch())
             return False
@@ -125,8 +125,8 @@ class Collector:
         try:
             poll = await self._reader.poll()
             self._away_since = None
-            if poll.anew:
-                self._begin_anew()
+            if poll.started_over:
+                self._start_over()
             self.reading.see(poll)
             if len(poll.records) > MANY and not self._number:  # no update was sent, so nothing uses the model meanwhile
                 await asyncio.to_thread(self.model.see, poll)
@@ -140,7 +140,7 @@ class Collector:
             self.model.away(now_s, self._away_since, text, spoilt, error.remedy)
         self._publish(self.model.patch())
 
-    def _begin_anew(self) -> None:
+    def _start_over(self) -> None:
         """Start a new model. Followers then get a snapshot, because no patch leads to it.
 
         The gap in the update numbers makes `follow` notice.
@@ -219,9 +219,9 @@ class RunReader:
         self._cursors = {"events": START, "evaluations": START}
         self._server_id = ""
         """Id of the server that all of this was read from; empty if another one may have replaced it."""
-        self._anew = False
+        self._started_over = False
         self._evaluation: Evaluation | None = None
-        self._told = NOTHING_TOLD
+        self._told = NO_FACTS
         self._info: BusInfo | None = None
         self._asked_s = 0.0
         self._answers_from_s: float | None = -math.inf
@@ -249,7 +249,7 @@ class RunReader:
         away = set[int]()
         if before != info.server_id and await self._lost(away):
             self._tape, self._cursors = dict.fromkeys(self._tape), dict.fromkeys(self._cursors, START)
-            self._evaluation, self._told, self._anew = None, NOTHING_TOLD, True
+            self._evaluation, self._told, self._started_over = None, NO_FACTS, True
         tape, records = dict(self._tape), list[TapeRecord]()
         while len(records) < MAX_READ and tape:
             entries = await bus.read_tape({p: START if one is None else one.entry_id for p, one in tape.items()})
@@ -270,11 +270,11 @@ class RunReader:
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
         self._evaluation, self._told = evaluation, told
         self._server_id = "" if away else info.server_id
-        anew, self._anew = self._anew, False
+        started_over, self._started_over = self._started_over, False
         return Poll(
             now_s=self._clock.unix(),
             status=status,
-            anew=anew,
+            started_over=started_over,
             info=info,
             nearly_full=self._nearly_full(info, status),
             shares=self._shares,

@@ -9,7 +9,7 @@ from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.page.model import Model, PageModel, Poll
 from diloco.pipeline.view.page.past import grown
-from diloco.pipeline.view.page.verdict import said
+from diloco.pipeline.view.page.verdict import make_verdict
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, build_status
 
 NOTE = (
@@ -152,7 +152,7 @@ def model_of_tape(
         f"According to its tape, the run made {counted(len(merges), 'merge')} of {counted(len(names), 'learner')} in "
         f"{duration(now_s - begun_s)}: {count(sums['merged'])} tokens merged, {count(sums['rejected'])} rejected."
     )
-    return model.snapshot() | {"notes": [NOTE], "sentence": said("over", text)}
+    return model.snapshot() | {"notes": [NOTE], "sentence": make_verdict("over", text)}
 
 
 def _shares(layout: Layout | None, last: Mapping[int, Committed]) -> dict[int, float]:

@@ -14,7 +14,7 @@ HERE_ALONE = " on this page's machine"
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class LearnerLaunch:
     """How a learner was started on this machine."""
 
     options: tuple[str, ...]
@@ -26,7 +26,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RedisRoute:
     """How a party reaches a run's Redis."""
 
     url: str = ""
@@ -37,11 +37,11 @@ class Way:
     """From where the URL works, if not from everywhere, and what has to be filled in."""
     program: str = "diloco"
     """The program's name in a shell on this page's machine."""
-    own: Mapping[str, Started] = field(default_factory=dict)
+    own: Mapping[str, LearnerLaunch] = field(default_factory=dict)
     """By learner: how it was started."""
 
     @classmethod
-    def of(cls, url: str) -> "Way":
+    def of(cls, url: str) -> "RedisRoute":
         """Create one from the page server's Redis URL, without its secrets; an empty one if the URL is malformed."""
         try:
             parts = urlsplit(url)
@@ -83,7 +83,7 @@ class Way:
 
     def command(self, party: str, run: str, again: str = "") -> str:
         """Return the command that starts a party; `again` is the name of a learner to start again."""
-        started = self.own.get(again, Started(("--learner-id", again)))
+        started = self.own.get(again, LearnerLaunch(("--learner-id", again)))
         environ = {**(self.environ or {}), **started.environ}
         told = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
         into = f"cd {shlex.quote(started.folder)} && " if started.folder else ""

@@ -19,7 +19,7 @@ STALLED_STEPS = 4
 STALLED_S = 5.0
 
 
-class Of(IntFlag):
+class LearnerBits(IntFlag):
     """Bits of a learner's lane; the same numbers as in `lanes.js`."""
 
     TRAINING = 1
@@ -37,7 +37,7 @@ class Of(IntFlag):
     """The first step of an incarnation."""
 
 
-class In(IntFlag):
+class FragmentBits(IntFlag):
     """Bits of a fragment's strip; the same numbers as in `lanes.js`."""
 
     COLLECTING = 1
@@ -50,7 +50,12 @@ class In(IntFlag):
     REWOUND = 128
 
 
-STATES = {"collecting": In.COLLECTING, "grace": In.GRACE, "uploading": In.UPLOADING, "merging": In.MERGING}
+STATES = {
+    "collecting": FragmentBits.COLLECTING,
+    "grace": FragmentBits.GRACE,
+    "uploading": FragmentBits.UPLOADING,
+    "merging": FragmentBits.MERGING,
+}
 
 
 def learner_lane(learner: str) -> str:
@@ -79,25 +84,29 @@ def draw_record(times: Sequence[Timeline], record: TapeRecord, shown: "Shown", n
         grace = uploading - record.grace_s
         opened = grace - record.quorum_s
         if fragment:
-            spans = ((opened, grace, In.COLLECTING), (grace, uploading, In.GRACE))
-            for begin_s, end_s, bits in (*spans, (uploading, merging, In.UPLOADING), (merging, at, In.MERGING)):
+            spans = ((opened, grace, FragmentBits.COLLECTING), (grace, uploading, FragmentBits.GRACE))
+            for begin_s, end_s, bits in (
+                *spans,
+                (uploading, merging, FragmentBits.UPLOADING),
+                (merging, at, FragmentBits.MERGING),
+            ):
                 if end_s > begin_s:
                     _mark(times, strip, begin_s, end_s, bits)
-            _mark(times, strip, at, at, In.MERGED)
+            _mark(times, strip, at, at, FragmentBits.MERGED)
         for part in record.contributions:
             if shown.learner(part.learner):
                 lane = learner_lane(part.learner)
-                _mark(times, lane, grace, at, Of.PUBLISHING)
-                _mark(times, lane, at, at, Of.MERGED)
+                _mark(times, lane, grace, at, LearnerBits.PUBLISHING)
+                _mark(times, lane, at, at, LearnerBits.MERGED)
     elif isinstance(record, Rejected):
         if fragment:
-            _mark(times, strip, at, at, In.REFUSED)
+            _mark(times, strip, at, at, FragmentBits.REFUSED)
         if shown.has_learner(record.learner):
-            _mark(times, learner_lane(record.learner), at, at, Of.REFUSED)
+            _mark(times, learner_lane(record.learner), at, at, LearnerBits.REFUSED)
     elif isinstance(record, Rewound) and fragment:
-        _mark(times, strip, at, at, In.REWOUND)
+        _mark(times, strip, at, at, FragmentBits.REWOUND)
     elif isinstance(record, WindowChanged) and record.attempt and fragment:
-        _mark(times, strip, at, at, In.REOPENED)
+        _mark(times, strip, at, at, FragmentBits.REOPENED)
 
 
 class Shown:
@@ -130,11 +139,11 @@ class LearnerLife:
         self._heard_s = self._stepped_s = 0.0
         self._step = 0
         self._left = False
-        self._more = Of(0)
+        self._more = LearnerBits(0)
 
     def draw(
         self, times: Sequence[Timeline], learner: LearnerStatus, publishing: bool, behind: int, now_s: float, over: bool
-    ) -> Of:
+    ) -> LearnerBits:
         """Continue its lane, and return what it does now.
 
         behind: number of fragments whose head it has not adopted. over: the run is finished, so silence is no gap.
@@ -145,24 +154,26 @@ class LearnerLife:
             before_s = heard_s
         self._left = learner["left"]
         if self._left:
-            return Of(0)
+            return LearnerBits(0)
         if learner["age_s"] > SILENT_S:
             if not over:
-                _mark(times, lane, heard_s + SILENT_S, now_s, Of.GONE)
-            return Of.GONE
+                _mark(times, lane, heard_s + SILENT_S, now_s, LearnerBits.GONE)
+            return LearnerBits.GONE
         made = learner["step"] - self._step
         if made:
             if not self._step:
-                _mark(times, lane, heard_s, heard_s, Of.BEGAN)
+                _mark(times, lane, heard_s, heard_s, LearnerBits.BEGAN)
             self._step, self._stepped_s = learner["step"], heard_s
         stalled = not self._step or heard_s - self._stepped_s > max(STALLED_S, STALLED_STEPS * learner["step_s"])
-        does = Of.WAITING if stalled else Of.TRAINING
+        does = LearnerBits.WAITING if stalled else LearnerBits.TRAINING
         silent_s = heard_s - before_s
         if silent_s < 2 * SILENT_S or made * learner["step_s"] > silent_s / 2:  # it was active in between
-            _mark(times, lane, before_s, heard_s, does, clear=Of.GONE)
+            _mark(times, lane, before_s, heard_s, does, clear=LearnerBits.GONE)
         else:
             _mark(times, lane, heard_s, heard_s, does)
-        more = (Of.PUBLISHING if publishing else Of(0)) | (Of.ADOPTING if behind and self._step else Of(0))
+        more = (LearnerBits.PUBLISHING if publishing else LearnerBits(0)) | (
+            LearnerBits.ADOPTING if behind and self._step else LearnerBits(0)
+        )
         if more:
             _mark(times, lane, heard_s, now_s, more)
         if (still := more & self._more) and silent_s < GLANCE_S:
@@ -178,10 +189,10 @@ class LearnerLife:
         lane, heard_s = learner_lane(learner["id"]), now_s - learner["age_s"]
         began_s = heard_s - learner.get("wall_s", 0.0)
         if self._incarnation and not self._left and began_s > self._heard_s + SILENT_S:
-            _mark(times, lane, self._heard_s + SILENT_S, began_s, Of.GONE)
+            _mark(times, lane, self._heard_s + SILENT_S, began_s, LearnerBits.GONE)
         if learner["step"]:
-            _mark(times, lane, began_s, heard_s, Of.TRAINING)
-            _mark(times, lane, began_s, began_s, Of.BEGAN)
+            _mark(times, lane, began_s, heard_s, LearnerBits.TRAINING)
+            _mark(times, lane, began_s, began_s, LearnerBits.BEGAN)
         self._incarnation, self._left = learner["incarnation"], learner["left"]
         self._step, self._heard_s, self._stepped_s = learner["step"], heard_s, heard_s
 
@@ -190,16 +201,16 @@ class WindowLife:
     """The last known state of one fragment's window."""
 
     def __init__(self) -> None:
-        self._bits, self._seen_s = In(0), 0.0
+        self._bits, self._seen_s = FragmentBits(0), 0.0
         self.opened = -1, 0.0
         """From the tape: the version whose window was opened last, and when."""
 
     def draw(self, times: Sequence[Timeline], fragment: FragmentStatus, now_s: float) -> None:
         """Continue its strip. A state that is unchanged since the last poll is drawn as continuous."""
-        bits = STATES.get(fragment["window"]["state"], In(0))
+        bits = STATES.get(fragment["window"]["state"], FragmentBits(0))
         if bits:
             since_s = self._seen_s if bits == self._bits and now_s - self._seen_s < GLANCE_S else now_s
-            if not self._seen_s and bits == In.COLLECTING and self.opened[0] == fragment["version"]:
+            if not self._seen_s and bits == FragmentBits.COLLECTING and self.opened[0] == fragment["version"]:
                 since_s = self.opened[1]
             _mark(times, fragment_lane(fragment["id"]), since_s, now_s, bits)
         self._bits, self._seen_s = bits, now_s

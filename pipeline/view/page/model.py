@@ -14,10 +14,10 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import REDIS_CHANGED, Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
-from diloco.pipeline.view.page.join_command import Way
-from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, WindowLife, draw_record
+from diloco.pipeline.view.page.join_command import RedisRoute
+from diloco.pipeline.view.page.lanes import LearnerBits, LearnerLife, Shown, WindowLife, draw_record
 from diloco.pipeline.view.page.timeline import Timeline
-from diloco.pipeline.view.page.verdict import Beside, Verdict, said, verdict
+from diloco.pipeline.view.page.verdict import RunFacts, Verdict, make_verdict, verdict
 from diloco.pipeline.view.status import LearnerStatus, Status, present, speed
 
 # Bucket length in seconds: of the last minutes, always; of the whole run, at first.
@@ -53,7 +53,7 @@ class Poll:
     now_s: float
     """Unix time."""
     status: Status
-    anew: bool = False
+    started_over: bool = False
     """Another server is there, which lacks some of what was read before: this poll has everything from the start."""
     info: BusInfo | None = None
     nearly_full: bool = False
@@ -75,9 +75,9 @@ class Poll:
 class PageModel:
     """One run as the page shows it."""
 
-    def __init__(self, run: str, way: Way | None = None) -> None:
-        """Create an empty model; `way` says how parties reach the run's Redis."""
-        self._run, self._way = run, way or Way()
+    def __init__(self, run: str, route: RedisRoute | None = None) -> None:
+        """Create an empty model; `route` says how parties reach the run's Redis."""
+        self._run, self._route = run, route or RedisRoute()
         self._times: tuple[Timeline, Timeline] | None = None
         """Timelines of the last minutes and of the whole run."""
         self._shown, self._lives = Shown(MAX_LANES), dict[str, LearnerLife]()
@@ -102,7 +102,7 @@ class PageModel:
         """The state after the last patch."""
         self._new_marks: list[Model] = []
         self._losses_anew, self._new_losses = False, list[tuple[float, int, float]]()
-        self._next: Model = self._head(said("note", "Nothing is known about the run yet."), 0.0)
+        self._next: Model = self._head(make_verdict("note", "Nothing is known about the run yet."), 0.0)
 
     # --- looking ------------------------------------------------------------------------------------------
 
@@ -144,8 +144,8 @@ class PageModel:
         self._status = status
         full = info.fullest[0] / info.fullest[1] if info is not None and poll.nearly_full else None
         unmerged_s = 0.0 if self._still_s is None else now_s - self._still_s
-        beside = Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way)
-        self._next = self._head(verdict(status, beside), now_s) | {
+        facts = RunFacts(unmerged_s=unmerged_s, refused=self._refused, redis_share=full, route=self._route)
+        self._next = self._head(verdict(status, facts), now_s) | {
             "totals": _totals(status, info),
             "learners": learners,
             "fragments": _fragments(status, now_s),
@@ -156,15 +156,15 @@ class PageModel:
         }
 
     def away(self, now_s: float, since_s: float, error: str, spoilt: bool = False, remedy: str = "") -> None:
-        """Note that the bus could not be read; ignored if the run is over. Arguments are as in `Beside`."""
+        """Note that the bus could not be read; ignored if the run is over. Arguments are as in `RunFacts`."""
         if self.over:
             return
-        beside = Beside(away_s=max(0.0, now_s - since_s), away=error, spoilt=spoilt, remedy=remedy)
-        self._next = self._next | self._head(verdict(self._status, beside), now_s)
+        facts = RunFacts(away_s=max(0.0, now_s - since_s), away=error, spoilt=spoilt, remedy=remedy)
+        self._next = self._next | self._head(verdict(self._status, facts), now_s)
 
     def failed(self, now_s: float, error: str) -> None:
         """Note that a bug prevented a poll from being shown."""
-        self._next = self._next | self._head(verdict(None, Beside(failed=error)), now_s)
+        self._next = self._next | self._head(verdict(None, RunFacts(failed=error)), now_s)
 
     def _begin(self, poll: Poll) -> None:
         """Draw what happened before the first poll."""
@@ -311,12 +311,14 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Model:
     return found
 
 
-def _learner(learner: LearnerStatus, does: Of, behind: int, lives: int, now_s: float) -> Model:
+def _learner(learner: LearnerStatus, does: LearnerBits, behind: int, lives: int, now_s: float) -> Model:
     blocked_s, wall_s = learner.get("blocked_s", 0.0), learner.get("wall_s", 0.0)
     state = "left" if learner["left"] else "live" if learner["live"] else "dead"
     return {
-        "state": "silent" if state == "live" and does & Of.GONE else state,
-        "does": int(does & (Of.TRAINING | Of.PUBLISHING | Of.ADOPTING | Of.WAITING)),
+        "state": "silent" if state == "live" and does & LearnerBits.GONE else state,
+        "does": int(
+            does & (LearnerBits.TRAINING | LearnerBits.PUBLISHING | LearnerBits.ADOPTING | LearnerBits.WAITING)
+        ),
         "step": learner["step"],
         "tokens": learner["tokens"],
         "tokens_per_s": round(learner["tokens_per_s"]),

@@ -23,7 +23,7 @@ class Timeline:
         self.series: dict[str, list[float | None]] = {}
         self._changed: dict[tuple[str, str], tuple[int, int]] = {}
         """(kind, name) -> numbers of the first and the last bucket that changed since the last patch."""
-        self._anew = True
+        self._rebuilt = True
 
     @property
     def begins_s(self) -> float:
@@ -95,7 +95,7 @@ class Timeline:
             self.series[name] = [a if b is None else b for a, b in zip(even[::2], even[1::2], strict=True)]
         self.first //= 2
         self.step_s *= 2
-        self._anew = True
+        self._rebuilt = True
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -113,9 +113,9 @@ class Timeline:
 
         The receiver drops buckets before `first`.
         """
-        changed, anew = self._changed, self._anew
-        self._changed, self._anew = {}, False
-        if anew:
+        changed, rebuilt = self._changed, self._rebuilt
+        self._changed, self._rebuilt = {}, False
+        if rebuilt:
             return {"whole": self.whole()}
         found: dict[str, Any] = {"first": self.first, "lanes": {}, "series": {}}
         for (kind, name), (first, last) in changed.items():

@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.units import count, counted, duration
-from diloco.pipeline.view.page.join_command import Way
+from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, is_missed, present
 
 # Shorter silences of a server are not mentioned.
@@ -50,7 +50,7 @@ class Verdict(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class RunFacts:
     """Facts about the run that are not in its status."""
 
     away_s: float = 0.0
@@ -69,7 +69,7 @@ class Beside:
     """Deltas refused since then, by reason."""
     redis_share: float | None = None
     """Used share of Redis' memory, if it is nearly full."""
-    way: Way = field(default_factory=Way)
+    route: RedisRoute = field(default_factory=RedisRoute)
     """How parties reach the run's Redis."""
 
 
@@ -80,62 +80,62 @@ def patience_s(status: Status) -> float:
     return max(MIN_PATIENCE_S, ROUNDS * interval * median(steps) if steps else 0.0)
 
 
-def verdict(status: Status | None, beside: Beside) -> Verdict:
+def verdict(status: Status | None, facts: RunFacts) -> Verdict:
     """Return the sentence.
 
     status: the last one that could be read; None if there is none yet.
     """
-    if beside.failed:
+    if facts.failed:
         return _bad(
-            f"This page could not be created ({beside.failed}), so it does not know the state of the run.",
+            f"This page could not be created ({facts.failed}), so it does not know the state of the run.",
             "The page's server retries from time to time. Its log has the details for a bug report.",
         )
-    if beside.spoilt and beside.away:
+    if facts.spoilt and facts.away:
         do = (
-            beside.remedy
+            facts.remedy
             or "find out who writes it: a party with a different build, or one that does not belong to the run"
         )
         return _bad(
-            f"The run's data on Redis cannot be read ({beside.away}), so its state is not known.",
+            f"The run's data on Redis cannot be read ({facts.away}), so its state is not known.",
             f"{do[0].upper()}{do[1:]}.",
         )
-    if beside.away_s > AWAY_S or (status is None and beside.away):
+    if facts.away_s > AWAY_S or (status is None and facts.away):
         return _bad(
-            f"Redis has not answered for {_time(beside.away_s)} ({beside.away}): learners continue to train, but "
+            f"Redis has not answered for {_time(facts.away_s)} ({facts.away}): learners continue to train, but "
             "nothing is merged.",
             "Check that Redis is running and can be reached from here; syncers and learners reconnect on their own.",
         )
     if status is None:
-        return said("note", "Nothing is known about the run yet.")
-    return _of_run(status, beside)
+        return make_verdict("note", "Nothing is known about the run yet.")
+    return _of_run(status, facts)
 
 
-def _of_run(status: Status, beside: Beside) -> Verdict:
+def _of_run(status: Status, facts: RunFacts) -> Verdict:
     learners = present(status["learners"])
     phase = status["phase"]
     live = [one for one in learners if one["live"]]
     if phase == Phase.FINISHED:
         return _finished(status)
     if not status["fragments"] and not status["tokens"]:
-        return _not_begun(status, beside, learners)
+        return _not_begun(status, facts, learners)
     if phase == "waiting" and not (live or status["syncers"]):
         return _bad(
             "The run is idle: it has neither a syncer nor a learner.",
-            *_start(status, beside, "syncer", "Start a syncer, then learners"),
+            *_start(status, facts, "syncer", "Start a syncer, then learners"),
         )
     if phase == "waiting":
         return _bad(f"Nothing is merged: {status['reason']}.", "")
     if not status["syncers"]:
         return _bad(
             f"Nothing is merged, since the run has no syncer; {_learners(len(live), 'is training', 'are training')}.",
-            *_start(status, beside, "syncer"),
+            *_start(status, facts, "syncer"),
         )
     if phase in (Phase.DRAINING, Phase.CLOSING):
-        return said("note", f"The run is ending ({status['reason']}): the last deltas are being merged.")
+        return make_verdict("note", f"The run is ending ({status['reason']}): the last deltas are being merged.")
     if not live:
         return _bad(
             f"There are no learners, so nothing is trained: {_silent(learners) or 'all have left'}.",
-            *_again(status, beside, learners),
+            *_again(status, facts, learners),
         )
     quorum = max((one["window"]["quorum"] for one in status["fragments"]), default=1)
     if quorum > len(live):
@@ -143,23 +143,23 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
         return _bad(
             f"Nothing can be merged: a merge needs {counted(quorum, 'learner')}, but {len(live)} {_is(len(live))} "
             f"live{f'; missing: {silent}' if silent else ''}.",
-            *_again(status, beside, learners, f"Start {quorum - len(live)} more"),
+            *_again(status, facts, learners, f"Start {quorum - len(live)} more"),
         )
-    if beside.unmerged_s > patience_s(status):
-        return _nothing_merges(status, beside, live)
-    return _merging(status, beside, learners, live)
+    if facts.unmerged_s > patience_s(status):
+        return _nothing_merges(status, facts, live)
+    return _merging(status, facts, learners, live)
 
 
-def _not_begun(status: Status, beside: Beside, learners: Sequence[LearnerStatus]) -> Verdict:
+def _not_begun(status: Status, facts: RunFacts, learners: Sequence[LearnerStatus]) -> Verdict:
     if not learners:
         here = "and a syncer is waiting" if status["syncers"] else "and there is no syncer"
-        return said("note", f"The run has not started: no learner has joined, {here}.", *_start(status, beside))
+        return make_verdict("note", f"The run has not started: no learner has joined, {here}.", *_start(status, facts))
     if not status["syncers"]:
         return _bad(
             f"{_learners(len(learners), 'is waiting', 'are waiting')} for a syncer: nothing can be merged without one.",
-            *_start(status, beside, "syncer"),
+            *_start(status, facts, "syncer"),
         )
-    return said("note", "The run is starting: its first learner is uploading the initial parameters.")
+    return make_verdict("note", "The run is starting: its first learner is uploading the initial parameters.")
 
 
 def _finished(status: Status) -> Verdict:
@@ -171,14 +171,14 @@ def _finished(status: Status) -> Verdict:
         why = status["reason"].removeprefix("stopped ")
         how = f"was stopped at {int(100 * status['progress'])}% of its budget{f' ({why})' if why else ''}"
     text = f"The run {how}: {count(status['tokens'])} tokens in {_time(status['elapsed_s'])}{more}."
-    return said("over", text)
+    return make_verdict("over", text)
 
 
-def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus]) -> Verdict:
+def _nothing_merges(status: Status, facts: RunFacts, live: Sequence[LearnerStatus]) -> Verdict:
     """Find the reason if learners train, a quorum and a syncer are present, and still nothing is merged."""
-    since = f"Nothing has been merged for {_time(beside.unmerged_s)}"
-    if beside.refused:
-        reason, times = max(beside.refused.items(), key=lambda item: (item[1], item[0]))
+    since = f"Nothing has been merged for {_time(facts.unmerged_s)}"
+    if facts.refused:
+        reason, times = max(facts.refused.items(), key=lambda item: (item[1], item[0]))
         remedy = REMEDIES.get(reason, "see `diloco tape` for the reasons")
         return _bad(
             f"{since}: deltas are refused, {times} of them as {reason}.",
@@ -209,21 +209,21 @@ def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus
 
 
 def _merging(
-    status: Status, beside: Beside, learners: Sequence[LearnerStatus], live: Sequence[LearnerStatus]
+    status: Status, facts: RunFacts, learners: Sequence[LearnerStatus], live: Sequence[LearnerStatus]
 ) -> Verdict:
     """Return that the run is well, or a note on something that needs attention."""
-    if beside.redis_share is not None:
-        return said(
+    if facts.redis_share is not None:
+        return make_verdict(
             "note",
-            f"Redis is {beside.redis_share:.0%} full: once it is completely full, nothing can be published or merged.",
+            f"Redis is {facts.redis_share:.0%} full: once it is completely full, nothing can be published or merged.",
             "Raise its maxmemory; `diloco plan` shows what the run needs.",
         )
     if slow := next((one for one in status["warnings"] if one.startswith(SLOW)), ""):
-        return said("note", f"{slow[:1].upper()}{slow[1:]}.")
+        return make_verdict("note", f"{slow[:1].upper()}{slow[1:]}.")
     speed = sum(one["tokens_per_s"] for one in live)
     at = f"{_learners(len(live))} at {count(speed)} tokens/s"
     if not status["outer_steps"]:
-        return said("well", f"The run has started well: {at}; the first deltas are on their way.")
+        return make_verdict("well", f"The run has started well: {at}; the first deltas are on their way.")
     share = status["merged_share"]["recent"] or status["merged_share"]["since_start"]
     merged = f", of which {share:.0%} are merged" if share is not None else ""
     rest = ""
@@ -232,39 +232,39 @@ def _merging(
         rest = f"; {status['progress']:.0%} of the budget is done, about {_time(left_s)} are left"
     if silent := _silent(learners):
         text = f"The run continues without {silent}, and no one is waiting: {at}{merged}{rest}."
-        return said("note", text, *_again(status, beside, learners))
-    return said("well", f"The run is well: {at}{merged}{rest}.")
+        return make_verdict("note", text, *_again(status, facts, learners))
+    return make_verdict("well", f"The run is well: {at}{merged}{rest}.")
 
 
 # --- words ---------------------------------------------------------------------------------------------
 
 
-def said(level: str, text: str, do: str = "", command: str = "") -> Verdict:
+def make_verdict(level: str, text: str, do: str = "", command: str = "") -> Verdict:
     """Return a verdict."""
     return Verdict(level=level, text=text, do=do, command=command)
 
 
 def _bad(text: str, do: str, command: str = "") -> Verdict:
-    return said("bad", text, do, command)
+    return make_verdict("bad", text, do, command)
 
 
 def _start(
-    status: Status, beside: Beside, party: str = "learner", what: str = "Start one", again: str = ""
+    status: Status, facts: RunFacts, party: str = "learner", what: str = "Start one", again: str = ""
 ) -> tuple[str, str]:
     """Return a remedy and the command for it; no command for learners that are the user's own programs."""
-    program, command = beside.way.start(party, status["run"], again, status["own_loop"])
-    return f"{what}: {program}." if program else f"{what}{beside.way.from_where(again)}:", command
+    program, command = facts.route.start(party, status["run"], again, status["own_loop"])
+    return f"{what}: {program}." if program else f"{what}{facts.route.from_where(again)}:", command
 
 
 def _again(
-    status: Status, beside: Beside, learners: Sequence[LearnerStatus], otherwise: str = "Start one"
+    status: Status, facts: RunFacts, learners: Sequence[LearnerStatus], otherwise: str = "Start one"
 ) -> tuple[str, str]:
     """Return `_start` for the first silent learner, or with `otherwise` as the remedy if there is none."""
     gone = [one["id"] for one in learners if is_missed(one)]
     if not gone:
-        return _start(status, beside, what=otherwise)
+        return _start(status, facts, what=otherwise)
     what = "Start it again" if len(gone) == 1 else "Start them again, each under its own name"
-    return _start(status, beside, what=what, again=gone[0])
+    return _start(status, facts, what=what, again=gone[0])
 
 
 def _is(count: int) -> str:

@@ -27,7 +27,7 @@ from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.merge import Contributions, Float64, Sum, delta_norms, merge_shares
-from diloco.syncer.merging.outer import Outer, OuterStep, State, Stepped, at_its_length, halley_iteration
+from diloco.syncer.merging.outer import Outer, OuterStep, State, Stepped, halley_iteration, with_norm_of
 from diloco_studies.bench.figures import Spread, progress, spread
 from diloco_studies.bench.floor import merge_traffic
 from diloco_studies.bench.machine import need_memory
@@ -138,7 +138,7 @@ class Work:
     def turned(self) -> Any:
         """What an orthogonalised step does with matrices of about as many elements as the fragment has."""
         for matrix in self.matrices:
-            at_its_length(halley_iteration(matrix), matrix)
+            with_norm_of(halley_iteration(matrix), matrix)
 
     def product(self) -> Any:
         """One product of such a matrix with a square one."""

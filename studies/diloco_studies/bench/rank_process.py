@@ -27,7 +27,7 @@ DID = {OwnCarrier: ("upload", "upload_encoded", "pull"), FragmentParameters: ("s
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankTask:
     """What it is to do."""
 
     kind: str
@@ -96,7 +96,7 @@ def say(**what: Any) -> None:
 
 def main() -> None:
     """Until the run is finished or all steps are done."""
-    told = Told(**json.loads(sys.argv[1]))
+    told = RankTask(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     pid, rank = os.getpid(), int(os.environ.get("RANK", "0"))

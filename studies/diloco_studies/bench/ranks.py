@@ -35,7 +35,7 @@ from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.tape import read_live
 from diloco_studies.bench.end_to_end import Fleet, server
 from diloco_studies.bench.plain import Plain
-from diloco_studies.bench.rank_process import Told
+from diloco_studies.bench.rank_process import RankTask
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 LIMIT_S = 540.0
@@ -46,7 +46,7 @@ Lines = list[dict[str, Any]]
 class Ranks:
     """The processes of one learner; what each says is in a file."""
 
-    def __init__(self, told: Told, ranks: int, folder: Path) -> None:
+    def __init__(self, told: RankTask, ranks: int, folder: Path) -> None:
         self.told, self._files = told, [folder / f"{told.learner}-{rank}" for rank in range(ranks)]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -95,7 +95,7 @@ class World:
     def learner(self, kind: str, ranks: int, name: str = "", **told: Any) -> Ranks:
         """Start one."""
         given = {"kind": kind, "learner": name or f"{kind}-{ranks}", "sync": self._sync} | told
-        made = Ranks(Told(url=self.url, run=self.run, **given), ranks, self.folder)
+        made = Ranks(RankTask(url=self.url, run=self.run, **given), ranks, self.folder)
         self._stack.callback(made.end)
         return made
 

@@ -27,7 +27,7 @@ from diloco.pipeline.site import outer_operations
 from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Offer, Refused, Suspects
 from diloco.syncer.downloads import UploadEstimator
 from diloco.syncer.durations import RoundTrips
-from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
+from diloco.syncer.grace import GraceEstimator, MergedTimes, grace_covers_step
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
 from diloco.workers.rounds import renewed_after
@@ -251,7 +251,7 @@ class Follower:
         self._decide(now)
 
     def _offer(self, offer: Offer, now: float) -> None:
-        self._suspects.heard(offer.header.learner)
+        self._suspects.header_arrived(offer.header.learner)
         answer = self._window.offer(offer, now)
         if isinstance(answer, Refused):
             self._suspects.refused(offer.header.learner, answer.reason)
@@ -277,7 +277,7 @@ class Follower:
             return
         self._here.add(offer.entry_id)
         if self._uploads.observe(now - self._sent_s[offer.entry_id]):
-            self._suspects.sound(offer.header.learner)
+            self._suspects.delta_usable(offer.header.learner)
         self._window.uploaded(offer)
         self._decide(now)
 
@@ -358,11 +358,11 @@ class Follower:
         overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
         headers = [offer.header for offer in decision.contributions]
         if any(header.learner not in self._times.learners for header in headers):
-            self._suspects.heard(STRANGERS)
+            self._suspects.header_arrived(STRANGERS)
         self._times.merged(self._version + 1, headers)
         slowest_s = self._slowest_s(now)
         self._grace.observe(decision.quorum_s, now - decision.fixed_at, slowest_s, overlap)
-        waited = awaited_a_step(decision.grace_s, slowest_s)
+        waited = grace_covers_step(decision.grace_s, slowest_s)
         self._suspects.closed(decision.silent if waited else (), self._times.learners)
         pulled_s = self._link.ends_s(self._link.arrives_s(now), self._pull_bits)
         if self._counting:

@@ -24,10 +24,10 @@ class RedisKeyUsage:
             BusUnavailable: Redis is away.
         """
         names = [key async for some in self._calls.keys(self._pattern) for key in some]
-        types = await self._calls.many(("TYPE", key) for key in names)
+        types = await self._calls.run_pipeline(("TYPE", key) for key in names)
         known = [(key, LENGTH[kind]) for key, kind in zip(names, types, strict=True) if kind in LENGTH]
-        lengths = await self._calls.many((command, key) for key, command in known)
-        sizes = await self._calls.many(("MEMORY USAGE", key) for key, _ in known)
+        lengths = await self._calls.run_pipeline((command, key) for key, command in known)
+        sizes = await self._calls.run_pipeline(("MEMORY USAGE", key) for key, _ in known)
         counted = (
             (key.decode(), int(length), int(size or 0))
             for (key, _), length, size in zip(known, lengths, sizes, strict=True)

@@ -23,7 +23,7 @@ from typing import Literal
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder
 from diloco.launcher.launch import Children, environment, places_of, threads_for
-from diloco.launcher.page import left_in, way_to
+from diloco.launcher.page import left_in, redis_route
 from diloco.launcher.report import Outcome
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import open_bus
@@ -195,7 +195,7 @@ async def run(
                 settings.lose_tail,
                 place.topology,
             )
-            async with left_in(folder.path, bus, settings, screen.note, way_to(place.url, launcher.own)) as page:
+            async with left_in(folder.path, bus, settings, screen.note, redis_route(place.url, launcher.own)) as page:
                 launcher.show_page(page)
                 launcher.start()
                 stop = asyncio.Event()

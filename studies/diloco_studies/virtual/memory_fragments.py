@@ -147,7 +147,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
     async def read_savers(self) -> Sequence[tuple[int, str, str]]:
         return schema.savers(await self._live())
 
-    async def _live(self) -> list[schema.HereSyncer]:
+    async def _live(self) -> list[schema.LiveSyncer]:
         await self._turn()
         return schema.live_syncers(self._unix_ms(), self._hash(self.keys.syncers))
 

@@ -25,7 +25,7 @@ from diloco.workers.trainer.data.token_shards import (
     ShardWriter,
     digest_of_file,
     fingerprint_of,
-    strange_in,
+    foreign_file,
 )
 from diloco.workers.trainer.data.tokens import BYTES, HELD_OUT, MIN_BYTES, balanced, is_held_out
 
@@ -50,7 +50,7 @@ def new_folder(out: Path, overwrite: bool, say: Callable[[str], None]) -> Iterat
     """
     out = out.absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        if strange := strange_in(out):
+        if strange := foreign_file(out):
             raise UsageError(f"{out} holds something other than token shards ({strange}): choose another --out")
         if not overwrite:
             raise UsageError(f"{out} holds token shards: choose another --out, or give --overwrite to replace them")
@@ -65,7 +65,7 @@ def new_folder(out: Path, overwrite: bool, say: Callable[[str], None]) -> Iterat
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UsageError(f"another `diloco data prepare` is at work on {out}") from error
-        if strange := strange_in(unfinished, finished=False):
+        if strange := foreign_file(unfinished, finished=False):
             raise UsageError(f"{unfinished} is in the way, and holds something that no preparation wrote ({strange})")
         if any(unfinished.iterdir()):
             say(f"{out}: an earlier preparation did not end; this one begins anew")

@@ -98,7 +98,7 @@ def _has_index(folder: Path) -> bool:
         return False
 
 
-def strange_in(folder: Path, finished: bool = True) -> str:
+def foreign_file(folder: Path, finished: bool = True) -> str:
     """Return the name of something in a folder that no preparation wrote; "" if there is none and it may be replaced.
 
     finished: the folder must have an index.

@@ -109,7 +109,7 @@ def check_same(here: HfModel, run: HfModel) -> None:
         raise SpecMismatch(f"this party's model config and the run's disagree:\n{told}\nLeave --model out to follow.")
 
 
-def lies_elsewhere(model: str, run: object) -> bool:
+def is_same_model(model: str, run: object) -> bool:
     """Return whether a setting and a run's spec name the same transformers model, so that the folders may differ.
 
     Raises:
