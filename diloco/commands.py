@@ -135,7 +135,7 @@ class _Watching(SettingsCommand):
     """A command whose option `--watch` may be given without a number, which typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert the default number after a `--watch` that no number follows: the next argument may be the folder."""
+        """Insert the default number after a `--watch` not followed by a number: the next argument may be DIR."""
         following = [*args[1:], ""]
         for at in reversed([at for at, one in enumerate(args) if one == "--watch"]):
             if not re.fullmatch(r"[-+]?\.?[0-9][0-9.]*[a-z]*", following[at]):
@@ -198,7 +198,7 @@ def report(settings: BusSettings, folder: ReportFolder = None, html: Html = None
     """Print the report of a run, finished or not. With --html, write its page as one file, which needs no server.
 
     The run is the one in DIR, else the one on the Redis that is named, else the newest in runs/. The report of a live
-    run, or of a run on a named Redis, is made from its Redis alone.
+    run, or of a run on a named Redis, is made only from its Redis.
 
     Example: diloco report --redis-url redis://HOST:6379 --run my-run
     """

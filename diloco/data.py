@@ -140,7 +140,7 @@ class _Bar:
         self._progress.advance(self._task, amount)
 
     def show_tokens(self, tokens: int) -> None:
-        """Show the number of tokens beside the bar."""
+        """Show the number of tokens next to the bar."""
         self._progress.update(self._task, said=f"{tokens / 1e6:.1f}M tokens")
 
 

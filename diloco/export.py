@@ -94,7 +94,7 @@ def _of_baseline(folder: Path, state: Mapping[str, Any]) -> Globals:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and print that, unless it exists."""
+    """Create the folder if it is missing, and say so."""
     if not folder.is_dir():
         folder.mkdir(parents=True)
         typer.echo(f"{folder}: made this folder")
@@ -104,7 +104,7 @@ def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
     """Write the parameters as a file with one float32 entry per tensor, after checking digests and shapes.
 
     Raises:
-        UsageError: there is no sound checkpoint, or `out` exists already or is no file.
+        UsageError: there is no intact checkpoint, or `out` exists already or is not a file.
     """
     out = Path(os.path.realpath(out))  # the file behind a link is replaced, not the link
     if out.exists() and not out.is_file():

@@ -9,7 +9,7 @@ from diloco.pipeline.errors import UsageError
 METHODS = {"LORA": "lora_", "IA3": "ia3_", "LOHA": "hada_", "LOKR": "lokr_"}
 _ANY = "|".join(METHODS.values())
 _OF_METHOD = re.compile(rf"(?P<module>.+)\.(?P<what>({_ANY})\w+)\.(?P<adapter>[^.]+)(?P<rest>\.weight)?")
-# A parameter of a module that is trained whole, beside the adapter.
+# A parameter of a module that is trained whole, in addition to the adapter.
 _BESIDE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)(?P<rest>\..+)")
 _ROOT = "base_model.model."
 _DORA = "lora_magnitude_vector"
@@ -35,7 +35,7 @@ def adapter_names(trained: Collection[str], kind: str) -> dict[str, str]:
     kind: `peft_type` of adapter_config.json.
 
     Raises:
-        UsageError: the kind is unknown, there are several adapters, or a tensor is no part of an adapter.
+        UsageError: the kind is unknown, there are several adapters, or a tensor is not part of an adapter.
     """
     if kind not in METHODS:
         raise UsageError(

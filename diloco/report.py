@@ -30,7 +30,7 @@ from diloco.tape import archive_of, read_archive
 
 
 def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
-    """Print the summary of a run, or write its page. The run is the folder's, else the one that `locate` finds.
+    """Print the summary of a run, or write its page. The run is the folder's, otherwise the one that `locate` finds.
 
     A page that is written into an output folder must be the page of that folder's run, and is so by default.
 

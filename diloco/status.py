@@ -64,7 +64,7 @@ class _RunInfo:
         return dumps(self.report or {**(self.status or {}), **page})
 
     def as_text(self) -> Iterator[RenderableType]:
-        """Yield the parts to print for people."""
+        """Yield the parts of the human-readable status."""
         if self.closing:
             yield Text(
                 f"run {self.place.run!r} in {self.place.folder} has ended and is closing: its report will be "
@@ -129,7 +129,7 @@ def _patience() -> Iterator[None]:
 
 
 def _find(settings: BusSettings, folder: Path | None) -> _RunInfo:
-    """Return what is known about the run that `locate` finds.
+    """Return the status or report of the run that `locate` finds.
 
     Raises:
         DilocoError: see `show`.
@@ -145,7 +145,7 @@ def _find(settings: BusSettings, folder: Path | None) -> _RunInfo:
                 raise
             again = locate(
                 settings, place.folder
-            )  # a run's embedded Redis ends with it: then this is no outage, and its folder says so
+            )  # a run's embedded Redis ends with it: then this is not an outage, and its folder shows the end
             if again.redis_url is not None:
                 raise
             place = again
@@ -162,7 +162,7 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: flo
         settings: name the run and its Redis.
         folder: output folder of the run, if it has one.
         as_json: print one line of JSON each time, instead of text.
-        every_s: repeat after so many seconds, until the run is finished or Ctrl-C; None prints once.
+        every_s: repeat after this many seconds, until the run is finished or Ctrl-C; None prints once.
 
     Raises:
         DilocoError: raised by `locate`, or the Redis has nothing of that run. While repeating, an unreachable Redis is
@@ -187,7 +187,7 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: flo
             time.sleep(every_s)
             found = _again(settings, found.place.folder or folder, every_s)
     except KeyboardInterrupt:
-        pass  # the user ends the display by Ctrl-C, which is no error
+        pass  # the user ends the display by Ctrl-C, which is not an error
     finally:
         if live is not None:
             live.stop()

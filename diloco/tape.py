@@ -31,7 +31,8 @@ def read_archive(folder: Path) -> list[TapeRecord]:
 
     Records are ordered by time, but those of one group always keep the order of their tape, because the clocks of
     several syncers may differ. A record cut short at the end of a file is left out: its writer was killed while writing
-    it. A warning is logged if the folder has records of several runs, such as one that began anew on an empty Redis.
+    it. A warning is logged if the folder has records of several runs, such as one that started from scratch on an empty
+    Redis.
 
     Raises:
         BadMessage: a record is damaged.
@@ -103,7 +104,7 @@ def as_json(record: TapeRecord) -> str:
 
 
 def as_text(record: TapeRecord, start_unix_s: float) -> str:
-    """Return a record as one line for people, with its time since the first record."""
+    """Return a record as one readable line, with its time since the first record."""
     head = f"{record.unix_s - start_unix_s:9.2f} s  fragment {record.fragment:<3} "
     match record:
         case Committed():

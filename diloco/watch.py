@@ -23,7 +23,7 @@ AWAY_S = 60.0
 
 
 async def _serve(settings: WatchProcess, place: Place) -> None:
-    """Serve the page until a signal, also beyond the run's end, so that its last state can be looked at.
+    """Serve the page until a signal, even beyond the run's end, so that its last state can be looked at.
 
     If somebody moves or deletes the output folder meanwhile, the page is served for as long as the run's Redis answers.
 

@@ -74,7 +74,7 @@ class SpecMismatch(PeerError):
 
 
 class RunReplaced(DilocoError):
-    """Another run now exists under the name of this party's run. The party does not join it by itself."""
+    """Another run now exists under the name of this party's run. The party does not join it on its own."""
 
 
 class IdTaken(DilocoError):
@@ -85,7 +85,7 @@ class LearnerReplaced(IdTaken):
     """Another process took over this learner's id because this one was silent for too long. This one ends."""
 
     def __init__(self, message: str, generation: int) -> None:
-        """Set the message; `generation` is the one of the process that holds the id now."""
+        """Set the message; `generation` is that of the process that holds the id now."""
         super().__init__(message)
         self.generation = generation
 
@@ -135,7 +135,7 @@ REFUSED_STATUS = 2
 
 
 def exit_status(error: DilocoError) -> int:
-    """Return the exit status for an error: `REFUSED_STATUS` if a restart alone cannot help, else 1."""
+    """Return the exit status for an error: `REFUSED_STATUS` if a restart cannot help on its own, otherwise 1."""
     return REFUSED_STATUS if isinstance(error, (UsageError, SpecMismatch, OtherFormat, RunReplaced)) else 1
 
 

@@ -82,8 +82,8 @@ class FragmentLayout:
     def sync(self, run: SyncSpec) -> SyncSpec:
         """Return the run's settings with the changes that apply to this fragment.
 
-        Average-only tensors are exact in both directions, because a variance of a few thousandths may lie beside one of
-        thousands. Their outer step goes all the way to the mean.
+        Average-only tensors are exact in both directions, because a variance of a few thousandths may lie next to one
+        of thousands. Their outer step goes all the way to the mean.
         """
         if not self.averaged:
             return run

@@ -12,7 +12,7 @@ def is_live(seen: SeenReport, live_s: float) -> bool:
 
 
 def liveness_of(state: RunState | None, live_s: float | None = None) -> float:
-    """Return the liveness time, s: the given one, else the one in the run's state, else `live_s` of the bus."""
+    """Return the liveness time, s: the given one, otherwise the one in the run's state, else `live_s` of the bus."""
     said = None if state is None else state.liveness_s
     return live_s or said or BUS_TIMES.live_s
 

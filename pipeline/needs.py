@@ -253,7 +253,7 @@ class Needs:
     warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> str:
-        """Return a summary for people."""
+        """Return a human-readable summary."""
         up, down = (as_rate(one / self.round_s) for one in (self.up_bytes, self.down_bytes))
         from_h = "" if self.interval_in_force == self.sync_interval else f"{self.sync_interval} to "
         return (
@@ -393,7 +393,7 @@ def needs_of(
     )
 
 
-# Fields of a plan that are choices, each explained in `why`, with their names for people.
+# Fields of a plan that are choices, each explained in `why`, with their display names.
 CHOSEN = {
     **{"learners": "M", "sync_interval": "H", "fragments": "P", "codec": "codec"},
     "global_codec": "globals",

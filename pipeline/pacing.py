@@ -99,7 +99,7 @@ def known_steps(step_times: Iterable[float]) -> list[float]:
 def _shares(
     sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float], together_s: float
 ) -> list[tuple[float, Pace]]:
-    """Return for each fragment the time of its merge divided by its room; empty if that is not known yet."""
+    """Return for each fragment its merge time divided by the time available; empty if that is not known yet."""
     step_s = _usual(step_times)
     if step_s is None:
         return []
@@ -111,12 +111,12 @@ def _shares(
 def merge_share(
     sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float], together_s: float = 0.0
 ) -> float | None:
-    """Return the worst merge time divided by its room; above 1 `slow_merges` warns. None if it is not known yet."""
+    """Return the worst merge time over the time available; above 1 `slow_merges` warns. None if it is not known yet."""
     return max((share for share, _ in _shares(sync, fragments, step_times, together_s)), default=None)
 
 
 def long_rounds(asked: int, intervals: Iterable[int]) -> str | None:
-    """Return a warning if rounds are much longer than requested (H), else None. Both are in inner steps."""
+    """Return a warning if rounds are much longer than requested (H), otherwise None. Both are in inner steps."""
     longest = max(intervals, default=0)
     if not asked or longest <= LONG_ROUND * asked:
         return None
@@ -145,7 +145,8 @@ def slow_merges(
     together_s: float = 0.0,
     speed: Speed | None = None,
 ) -> SlowMerges | None:
-    """Return a warning with remedies if merges take longer than their room; None if they fit or nothing is known yet.
+    """Return a warning with remedies if merges take longer than the time available; None if they fit or nothing is
+    known yet.
 
     A round is the planned interval (`ramps.interval_at`) times the median step time of the live learners.
 
@@ -154,7 +155,7 @@ def slow_merges(
         fragments: the fragments to check.
         step_times: step times of live learners in seconds; 0 is not known yet.
         syncers: how many serve the run.
-        allowed: factor by which a merge may exceed its room.
+        allowed: factor by which a merge may exceed the time available.
         together_s: seconds of the outer steps of all these fragments on all cores of their syncer; set only if
             estimated.
         speed: of the machine that merges; None if the caller does not know it.

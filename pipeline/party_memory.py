@@ -1,4 +1,4 @@
-"""How much memory the processes of a run need: one count for the planner, the doctor and the benchmarks. Pure."""
+"""How much memory the processes of a run need: one formula for the planner, the doctor and the benchmarks. Pure."""
 
 import math
 from typing import Literal
@@ -38,7 +38,7 @@ def syncer_bytes(params: float, learners: int, codec: str, outer: OuterName, sha
 
 
 def syncer_share(fragments: int, syncers: int) -> float:
-    """Return the share of the model that each of `syncers` must have room for, given that one of them may die."""
+    """Return the share of the model that each of `syncers` must have memory for, given that one of them may die."""
     return math.ceil(fragments / max(1, syncers - 1)) / fragments
 
 
@@ -47,7 +47,7 @@ def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) ->
 
     A rank holds, for the fragments that it serves, the bases, the residuals, and (as long as nothing is merged) the
     quantization errors of two deltas each; for one fragment the wire buffer and the pulled global; and snapshots, of
-    one fragment or of as many as there is room for while the bus is unavailable. With several ranks, a rank holds only
+    one fragment or of as many as fit while the bus is unavailable. With several ranks, a rank holds only
     the wire buffer of an exact snapshot, and in both directions its rows of what all ranks serve.
     """
     lost = 0 if codec in EXACT else VALUE_BYTES

@@ -1,4 +1,4 @@
-"""How much memory Redis needs for a run: one count for the planner, the syncer's start-up check, the docs. Pure."""
+"""How much memory Redis needs for a run: one formula for the planner, the syncer's check and the docs. Pure."""
 
 from typing import get_args
 
@@ -9,9 +9,9 @@ from diloco.pipeline.payload.codec import payload_bytes
 _MANY = 2**20
 # Bytes per element of a delta, by codec.
 CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
-# Globals held per fragment: the present one, the one that it replaced, and the next one while it is uploaded.
+# Globals held per fragment: the current one, its predecessor, and the next one while it is uploaded.
 GLOBALS_HELD = 3
-# Outer states held per fragment: the present one and the next one. The replaced one is deleted at once.
+# Outer states held per fragment: the current one and the next one. The replaced one is deleted at once.
 STATES_HELD = 2
 # Bytes per element of a global, of the outer state and of the inner optimizer's moments: all are float32.
 VALUE_BYTES = 4
@@ -19,7 +19,7 @@ VALUE_BYTES = 4
 OFFERS = 2
 # Moments per parameter: Adam's two. No usual optimizer has more.
 MOMENTS = 2
-# Room for everything that is not a payload.
+# Memory for everything that is not a payload.
 RESERVE_BYTES = 32 * 2**20
 # The machine should have this many times maxmemory: while a child process of Redis writes a snapshot to disk or to a
 # replica, values that a round replaces exist twice (copy on write).

@@ -1,7 +1,7 @@
 """Settings from flags, `DILOCO_*` variables and a TOML file, validated once.
 
-Precedence: flag, environment, TOML file, default. One flat namespace: a file may hold the settings of all
-parties, each takes its own. A party of a run leaves what it was not told to the run's spec (`agree`).
+Precedence: flag, environment, TOML file, default. One flat namespace: one file may hold every party's settings, and
+each party reads its own. Whatever a party is not given, it takes from the run's spec (`agree`).
 
 Each setting is declared once, with its default: lab, simulator and benchmarks take theirs from here (`defaults`).
 An `expert` setting has no flag: it is set by a variable or in the file (`is_expert`).
@@ -40,7 +40,7 @@ Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 S = TypeVar("S", bound="Settings")
 # Key in a field's `json_schema_extra` that marks an expert setting.
 EXPERT = "expert"
-# Length of a lease that nobody asked to be otherwise; the times that follow from a lease are made for it.
+# Default lease length; times derived from the lease are tuned for it.
 LEASE_S = 5.0
 CHUNK_BYTES = 512 * 1024
 LEAVE_S, STATE_S = 20.0, 30.0
@@ -237,7 +237,8 @@ class SyncSettings(Settings):
         given.
 
         Args:
-            learners: of the run; None: where a method has all in each merge, the quorum says how many they are.
+            learners: number of learners of the run; None: where a method has all in each merge, the quorum says how
+            many they are.
             tensors: as `settings_of`.
 
         Raises:
@@ -478,7 +479,7 @@ def defaults(kind: type[Settings]) -> dict[str, Any]:
 
 # Settings whose values are never shown.
 SECRETS = frozenset({"redis_url", "redis_password", "http_token"})
-# Secrets that are no flags, since every user of a machine can read a process's arguments.
+# Secrets, which cannot be flags, since every user of a machine can read a process's arguments.
 NO_FLAG = frozenset({"http_token", "redis_password"})
 
 
@@ -538,7 +539,7 @@ def _complaints(
     before |= given_outside(in_file, None).keys() if kind.from_environment else set()
     for problem in error.errors():
         if problem["type"] == "default_factory_not_called":
-            continue  # what it would follow from is named beside it
+            continue  # the setting that it would follow from is named next to it
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
         shown = "***" if name in SECRETS else repr(problem["input"])
         ways = [flag_of(name)] if name in flags and has_flag(kind, name) else []

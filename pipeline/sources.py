@@ -103,7 +103,7 @@ class ExternalSetting(NamedTuple):
 
 
 def given_outside(names: Collection[str], config: Path | None) -> dict[str, ExternalSetting]:
-    """Return those of the named settings that a variable or the file gives; a variable overrides the file.
+    """Return the named settings that an environment variable or the file sets; a variable takes precedence.
 
     Raises:
         UsageError: the file cannot be read.

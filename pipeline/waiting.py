@@ -1,4 +1,4 @@
-"""Waiting for the first of several events, and background work for the duration of a block. asyncio."""
+"""Waiting for the first of several events, and background work for the duration of a block. Runs on asyncio."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -8,7 +8,7 @@ from typing import Any
 from diloco.pipeline.bus.ports import Clock
 
 # A rest shorter than this, s, counts as over. A timer may fire a rounding error early; a loop that waited for such a
-# tiny rest could spin for ever.
+# tiny rest could spin forever.
 TICK_S = 1e-3
 
 

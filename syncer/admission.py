@@ -16,7 +16,7 @@ from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.syncer.times import TIMES
 
-# The head records the bases of two merges, and has room for `MAX_LEARNERS` of them.
+# The head records the bases of two merges, and holds up to `MAX_LEARNERS` of them.
 MAX_MEMBERS = MAX_LEARNERS // 2
 # Deltas of one learner that can wait for the next window: on two bases, before and after a restart of the learner.
 HELD_A_LEARNER = 4
@@ -89,7 +89,7 @@ def outdone(header: DeltaHeader, before: DeltaHeader) -> Refused:
 
 
 class Admission:
-    """Tells which headers can be merged into a head at all, in the present window or the next."""
+    """Tells which headers can be merged into a head at all, in the current window or the next."""
 
     def __init__(self, head: Head, delta_format: DeltaFormat) -> None:
         self._head, self._format = head, delta_format
@@ -139,7 +139,7 @@ class NextWindow:
         return any(same_delta(header, offer.header) for offer in self._offers)
 
     def hold(self, offer: Offer) -> Held | Refused:
-        """Hold an offer if there is room for it; it replaces an earlier attempt at the same training."""
+        """Hold an offer if the limit allows it; it replaces an earlier attempt at the same training."""
         header = offer.header
         theirs = [(at, other) for at, other in enumerate(self._offers) if other.header.learner == header.learner]
         for at, other in theirs:
@@ -158,7 +158,7 @@ class NextWindow:
         self._offers = [*offers, *self._offers]
 
     def put_last(self, offer: Offer) -> None:
-        """Put back an offer that was held before, and for which its learner's present member leaves no room."""
+        """Put back an offer that was held before and cannot join while its learner has a member in the window."""
         self._offers.append(offer)
 
     def remove(self, entry_id: str) -> None:
@@ -173,7 +173,7 @@ class NextWindow:
 
 # --- suspected learners ---------------------------------------------------------------------------------
 
-# Refusals in a row, or windows that waited in vain, after which a learner is suspected.
+# Refusals in a row, or windows that waited unsuccessfully, after which a learner is suspected.
 SUSPECTED_AFTER = 3
 # One window in this many waits for a silent learner again. Its steps may have become longer than any that the syncer
 # knows of, and then no window that does not wait for it would ever get its delta.
@@ -183,7 +183,7 @@ ASKED_AGAIN = 16
 MAX_NOT_FINITE = 3
 # Stands for all learners of which nothing was merged lately.
 STRANGERS = ""
-# Reasons that no fault between a learner and the syncer explains three times in a row.
+# Reasons that cannot occur three times in a row through faults between learner and syncer.
 BAD = frozenset(
     {
         RefusalReason.WRONG_LAYOUT,
@@ -203,8 +203,8 @@ class Suspects:
     If a learner's deltas were refused for their content several times in a row, or came too late, each further one
     would cost all others time: the quorum counts its header and falls short again. From then on its delta counts only
     once it has arrived and is sound, and no window waits for it. One sound delta that was uploaded within the deadline
-    ends the suspicion. Being suspected is no punishment: somebody who forges another learner's name only achieves that
-    no window waits for that learner.
+    ends the suspicion. Being suspected is not a punishment: somebody who forges another learner's name only achieves
+    that no window waits for that learner.
 
     A learner that sent no header in several windows that waited for it is not waited for either, until it sends one. A
     party that writes false reports can invent any number of learners, under new names each time. So all learners of
@@ -216,10 +216,10 @@ class Suspects:
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
         self._silent: dict[str, int] = {}
-        """Learner, or `STRANGERS` -> windows that waited for it in vain; once it is given up, all windows count."""
+        """Learner, or `STRANGERS` -> windows that waited for it and timed out; once given up, all windows count."""
 
     def refused(self, learner: str, reason: RefusalReason) -> None:
-        """Note that a delta of this learner was refused, or was waited for in vain."""
+        """Note that a delta of this learner was refused, or was waited for unsuccessfully."""
         if reason in BAD:
             self._in_a_row[learner] = self._in_a_row.pop(learner, 0) + 1
             if len(self._in_a_row) > MAX_LEARNERS:
@@ -262,7 +262,7 @@ class Suspects:
         return STRANGERS in self._given_up()
 
     def among(self, learners: Collection[str], known: Collection[str]) -> frozenset[str]:
-        """Return the suspected learners; while strangers are not waited for, also the given ones not in `known`."""
+        """Return the suspected learners, plus those not in `known` while no window waits for strangers."""
         return self.learners | (frozenset(learners).difference(known) if self.strangers else frozenset())
 
 
@@ -311,7 +311,7 @@ class UploadProgress:
     learner. However long its gaps are, a learner may be silent for at most `TIMEOUT_FACTOR` upload deadlines.
     """
 
-    # Bound of the incarnations that are remembered; the ones that were silent for longest are dropped.
+    # Bound of the incarnations that are remembered; those that were silent for longest are dropped.
     MAX_TRACKED = 1024
 
     def __init__(self) -> None:
@@ -329,7 +329,7 @@ class UploadProgress:
         """Return whether an upload makes progress, or is queued behind earlier ones that do.
 
         Args:
-            header: of the delta.
+            header: the delta's header.
             came_s: when its last chunk came.
             now: the time.
             upload_s: the upload deadline, s.

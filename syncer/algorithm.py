@@ -92,8 +92,8 @@ def merge_weights(counters: Sequence[tuple[int, int]], rule: WeightsName = "toke
 def rebased(delta: Float64, theta: Float64, before: Float64) -> Float64:
     """Return Theta - theta_m (elements,), where delta = before - theta_m.
 
-    In the paper the syncer measures all pseudogradients, from its present Theta. Here each learner measures its own,
-    from the base that it trained from, so a stale one has to be measured again from the present Theta.
+    In the paper the syncer measures all pseudogradients, from its current Theta. Here each learner measures its own,
+    from the base that it trained from, so a stale one has to be measured again from the current Theta.
     """
     theta_m = before - delta
     pseudogradient: Float64 = theta - theta_m
@@ -102,7 +102,7 @@ def rebased(delta: Float64, theta: Float64, before: Float64) -> Float64:
 
 # --- deltas that are longer than others -------------------------------------------------------------------
 
-# Contributions needed to clip. The lower median of two is the shorter one, so one learner alone would set the bound.
+# Contributions needed to clip. The lower median of two is the shorter one, so a single learner would set the bound.
 MIN_FOR_MEDIAN = 3
 
 
@@ -111,7 +111,7 @@ def clip_factors(norms: Sequence[float], multiple: float) -> tuple[float, ...]:
 
     The median of an even number is the lower one. To move it beyond the longest honest delta, more than half of the
     deltas would have to be long; to move it below the shortest honest one, half of them would have to be short. No rule
-    on norms alone resists both halves: of (1, 1, x, x) it cannot tell which are honest.
+    based only on norms resists both halves: of (1, 1, x, x) it cannot tell which are honest.
 
     Args:
         norms: L2 norms of the whole deltas of a fragment, as they are merged.

@@ -75,7 +75,7 @@ class Staging:
 
         Yields:
             A function that waits until all payloads are on the bus and returns them as the next head names them. It
-            waits for ever unless they are written in full; it raises BusError if an upload failed.
+            waits forever unless they are written in full; it raises BusError if an upload failed.
         """
         tasks = {
             kind: asyncio.create_task(self._push(kind, version, payload)) for kind, payload in growing.payloads.items()
@@ -134,7 +134,7 @@ class RunningSum:
     The window's sound deltas are summed in the order of their completion, which is also the order of the merge. So it
     makes no difference to any bit how many were summed before the window closed. `session` passes the deltas to sum. A
     sum cannot be undone: if a summed delta has left the window (its learner has published on a newer base), or if a new
-    delta has changed the shares or clip factors of summed ones, the sum is begun anew. All deltas are kept until the
+    delta has changed the shares or clip factors of summed ones, the sum is restarted. All deltas are kept until the
     commit for that.
     """
 
@@ -183,7 +183,7 @@ class RunningSum:
         return not _continues(begun, wanted, self._fragment.contributions(wanted))
 
     def _fitting(self, deltas: Sequence[Delta], contributions: Contributions) -> _Begun:
-        """Return the present sum if these deltas continue it, otherwise a new one."""
+        """Return the current sum if these deltas continue it, otherwise a new one."""
         begun = self._begun
         if begun is not None and _continues(begun, deltas, contributions):
             return begun

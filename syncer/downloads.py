@@ -47,7 +47,7 @@ class Arrivals:
         self._bus, self._p, self._wake = bus, fragment, wake
         self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MAX_ARRIVED)
         self._waiting, self._looked = Counter[str](), dict[str, str]()
-        """For each learner: how many headers were read but not handled, and the id of the last handled one."""
+        """How many headers of each learner were read but not handled, and the id of the last handled one."""
         self._flooding, self._cut = dict[str, None](), asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
@@ -84,7 +84,7 @@ class Arrivals:
         """Raise what ended the reader, if it has ended.
 
         Raises:
-            BusError: the bus failed. Headers that came before an outage may be lost, so the streams must be read anew.
+            BusError: the bus failed. Headers that came before an outage may be lost, so the streams must be read again.
         """
         if self._reader.done():
             self._reader.result()
@@ -145,7 +145,7 @@ class UploadEstimator:
         return in_time
 
     def timed_out(self, waited_s: list[float]) -> None:
-        """Take how long uploads were waited for in vain, s.
+        """Record how long (s) uploads were awaited before they timed out.
 
         They must lengthen the deadline: on a network that has become slower, no upload would ever be in time otherwise.
         """

@@ -1,4 +1,4 @@
-"""Commit of version 0 of each fragment, from a learner's complete upload. asyncio."""
+"""Commit of version 0 of each fragment, from a learner's complete upload. Runs on asyncio."""
 
 import asyncio
 

@@ -1,6 +1,6 @@
 """The syncer's view of the run: which learners are live, on which versions, and how far the run is. No I/O.
 
-`supervisor` refreshes it a few times a second; fragment owners only read it.
+`supervisor` refreshes it a few times per second; fragment owners only read it.
 """
 
 import math
@@ -32,13 +32,13 @@ class RunWatch:
     quorum_warning: str = ""
     drain_until: float | None = None
     """While the run drains: when that must end. It is counted on this syncer's own clock from when it first saw the run
-    draining, so that clocks of two machines are never compared. A syncer that comes later counts anew."""
+    draining, so that clocks of two machines are never compared. A syncer that comes later starts counting again."""
 
     _read_at: float = -math.inf
     _steady_since: float = -math.inf
     """Time since which readings have come without a gap."""
     _silent_from: float = -math.inf
-    """Time of the last reading before the present gap, or before the last one."""
+    """Time of the last reading before the current gap, or before the last one."""
 
     @property
     def draining(self) -> bool:

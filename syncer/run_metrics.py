@@ -230,7 +230,7 @@ FIGURES = (
 
 
 class RunMetrics(Collector):
-    """Makes the metrics anew for each scrape."""
+    """Creates the metrics again for each scrape."""
 
     def __init__(self, reading: Reading, clock: Clock, leads: Callable[[], bool]) -> None:
         self._reading, self._clock, self._leads = reading, clock, leads

@@ -66,7 +66,7 @@ class Session:
 
         Args:
             context: shared by all fragments of this syncer.
-            layout: of the fragment.
+            layout: the fragment's layout.
             loaded: head and values; kept up to date by this session.
             state: kept from one session to the next.
             wake: set to make the window decide again.
@@ -296,7 +296,7 @@ class Session:
         await self._refuse(replaced, refused, tell=not same)
 
     async def _refuse_overdue(self, decision: Merge | Reopened, detail: str) -> None:
-        """Refuse the overdue deltas, and count the wait in vain against each learner, even if its upload goes on."""
+        """Refuse the overdue deltas, and count each as a failed wait for its learner, even if the upload continues."""
         for learner in decision.in_vain:
             self._state.suspects.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
         self._downloads.timed_out(offer.entry_id for offer in decision.overdue)

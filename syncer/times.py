@@ -7,13 +7,13 @@ from diloco.pipeline.retry import Backoff
 
 @dataclass(frozen=True, slots=True)
 class SyncerTimes:
-    """All times of a syncer that are no settings; those that follow from a lease's length are in `serving.leases`."""
+    """All times of a syncer that are not settings; those that follow from a lease's length are in `serving.leases`."""
 
     # Looks at the bus.
     watch_s: float = 0.25  # between two reads of reports and state; so soon the end of the budget is noticed
     poll_s: float = 0.1  # for what a starting run waits for: a spec, version 0, another syncer's checkpoint
     scripts_s: float = 2.0  # between two checks of the scripts: without one, a call of a learner fails until then
-    server_s: float = 5.0  # between two looks at the server's memory and settings, and at the spec
+    server_s: float = 5.0  # between two checks of the server's memory and settings, and of the spec
     repair_s: float = 10.0  # between two checks that the payloads named by a head are there
 
     # Tries.
@@ -36,7 +36,7 @@ class SyncerTimes:
     # Checkpoints and the tape.
     checkpoint_again_s: float = 60.0  # a failed checkpoint is tried again, unless the usual interval is shorter
     checkpoint_retry: Backoff = Backoff(1.0, 8.0)  # of one read for it; a failover is shorter than all of its waits
-    abandoned_s: float = 3600.0  # a checkpoint nobody writes to; no fragment takes as long, and no clock is as wrong
+    abandoned_s: float = 3600.0  # without a write to a checkpoint; no fragment takes as long, no clock is as wrong
     disk_s: float = 60.0  # of one recording: half of the lifetime of the staged payloads that its commit then needs
     tape_kept_s: float = 600.0  # the tape's oldest entries stay on the bus for this, where no lead archives it
 

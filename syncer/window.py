@@ -14,7 +14,7 @@ Of an offer, which is a header:
   passed and it makes none, so it is refused;
 - *in vain*: the window waited for it until the deadline, which counts towards suspecting its learner.
 
-Of a learner: *expected*, if it trains on the current base; *silent*, if it was expected and sent no header in time.
+A learner is *expected* if it trains on the current base; *silent*, if it was expected and sent no header in time.
 
 | state | event | guard | next | result |
 |---|---|---|---|---|
@@ -149,7 +149,7 @@ class Merge:
     """Merge these contributions now; `overdue` did not upload in time."""
 
     contributions: tuple[Offer, ...]
-    """In the order in which their payloads were completed, which is the order of the sum."""
+    """Ordered by when their payloads were completed, which is the order of the sum."""
     overdue: tuple[Offer, ...]
     reason: str
     opened_at: float
@@ -266,7 +266,7 @@ class Window:
 
     @property
     def state(self) -> State:
-        """Name of the present phase."""
+        """Name of the current phase."""
         return self.phase.state
 
     @property
@@ -311,7 +311,7 @@ class Window:
         return self._accept(offer, now, None)
 
     def _offer_again(self, member: _Member, offer: Offer, now: float, fixed: bool) -> Accepted | Held | Refused:
-        """Take another offer of a member: in the place of its present one, for the next window, or not at all."""
+        """Take another offer of a member: in the place of its current one, for the next window, or not at all."""
         header, before = offer.header, member.offer.header
         if same_delta(header, before):
             return DUPLICATE
@@ -365,7 +365,7 @@ class Window:
         return step
 
     def _next(self, now: float, given: Conditions) -> Phase | Decision:
-        """Return the phase that follows the present one, or what to do in the present one. Changes nothing."""
+        """Return the phase that follows the current one, or what to do in the current one. Changes nothing."""
         phase, count = self.phase, self._count(given)
         missing = given.expected - self._refused - self._members.keys()
         left = f"{count} of quorum {given.quorum}"

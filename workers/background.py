@@ -1,4 +1,4 @@
-"""Threads that work beside the training thread."""
+"""Threads that work alongside the training thread."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ class BackgroundThread:
             self._jobs.put(None)
             if not self._thread.is_alive():
                 self._work()
-            if self._thread.is_alive():  # also if a signal handler interrupted its `start`, and it has begun only now
+            if self._thread.is_alive():  # even if a signal handler interrupted its `start`, and it has begun only now
                 self._thread.join(timeout_s)
         return not self.busy
 
@@ -76,4 +76,4 @@ class BackgroundThread:
         while (job := self._jobs.get()) is not None:
             job()
             self._done += 1
-        self._jobs.put(None)  # for a second reader of the queue: a thread that starts late, beside `close`
+        self._jobs.put(None)  # for a second reader of the queue: a thread that starts late, concurrently with `close`

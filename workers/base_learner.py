@@ -11,7 +11,7 @@ Joining and leaving happen once each, despite threads, signals and forks:
 | made | `open` is called, once |
 | joining | it has joined; `close` in another thread or a signal makes it give up |
 | in its run | `close` is called, or the exchange thread fails |
-| left | for ever; what had joined can still be looked at |
+| left | forever; what had joined can still be looked at |
 """
 
 import os
@@ -93,7 +93,7 @@ class BaseLearner:
 
     @property
     def finished(self) -> bool:
-        """True when the loop is to be left: the run is over or asked to end, or SIGTERM or SIGHUP has come."""
+        """True when the loop should be left: the run is over or asked to end, or SIGTERM or SIGHUP has come."""
         return self._entered.ended(self._stopping) if self._entered else self._stopping.asked
 
     @property
@@ -103,7 +103,7 @@ class BaseLearner:
 
     @property
     def exit_status(self) -> int:
-        """Status for `sys.exit` at the program's end: 75 if it was asked to end while the run goes on, else 0."""
+        """Status for `sys.exit` at the program's end: 75 if it was asked to end while the run continues, else 0."""
         return AGAIN_STATUS if self._stopping.came and not self.over else 0
 
     @property
@@ -112,7 +112,7 @@ class BaseLearner:
         return self._entered.progress if self._entered else 0.0
 
     def _schedule_inputs(self) -> tuple[float, int, int]:
-        """Return the position of a learning-rate schedule: progress, own steps, steps of the ramp after a restart."""
+        """Return a schedule's inputs: run progress, own steps, and steps of the ramp after a restart (0: none)."""
         young = self._entered is not None and self.recovered in ("checkpoint", "fresh")
         steps = self._entered.training.rounds.steps if self._entered else 0
         return self.progress, self.earlier_steps + steps, FRESH_MOMENTS_STEPS * young
@@ -155,7 +155,7 @@ class BaseLearner:
 
     @property
     def _once_joined(self) -> Joined:
-        """The parts of the learner that has joined, also after it has left.
+        """The parts of the learner that has joined, even after it has left.
 
         Raises:
             UsageError: it has not joined yet.
@@ -252,7 +252,7 @@ class BaseLearner:
         return self.open()
 
     def _prepare(self) -> LearnerThread | RankThread:
-        """Return the exchange thread of what is to join, not started; a framework's learner implements it."""
+        """Return the exchange thread of what will join, not started; a framework's learner implements it."""
         raise NotImplementedError
 
     def _proposed(self) -> Proposed:
@@ -327,7 +327,7 @@ class BaseLearner:
     def _leave(self, save_state: bool, error: BaseException | None = None) -> bool:
         """Leave the run, as `close` does; return whether the learner was in it until now.
 
-        error: the error that has ended the loop, on this rank alone.
+        error: the error that has ended the loop, on this rank only.
         """
         if not self._is_here:
             return False  # forked inside the `with` block: the run is the parent's

@@ -88,7 +88,7 @@ class Batches(OwnProcess):
         self._prefetched = Prefetched(accumulate)
         self._shared, self._tell_drawn, self._tell_finished = shared, drawn, finished
         self._shards, self._check, self._dry_s = shards, check, dry_s
-        self._claimed: ClaimedShard | None = first  # None: the present shard is one that is read again
+        self._claimed: ClaimedShard | None = first  # None while the current shard is being re-read
         self._shard, self._at = first.shard, first.shard.start + first.position
         self._passes = 0
         self._thread = 0  # id of the thread that has drawn the last batch

@@ -24,7 +24,7 @@ from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.quantize import BLOCK, GROUP, MIN_ABSMAX, Kind
 from diloco.workers.encoding import grown
 
-# Elements encoded at a time. With intermediate values this takes about 25 bytes an element, 100 MB.
+# Elements encoded at a time. With intermediate values this takes about 25 bytes per element, 100 MB.
 PIECE = 64 * GROUP
 
 _LARGEST = {"int8": 127.0, "int4": 7.0}
@@ -75,9 +75,9 @@ def _quantized(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Te
 class OnDevice:
     """An `encoding.Encoder` whose vectors are tensors on one device.
 
-    Its memory there: four bytes a parameter for the bases; with a codec that quantizes, as much again for the residuals
-    and for each undecided delta; snapshots that are not uploaded yet (`Rounds.publications`); globals that are pulled
-    and not adopted; and the intermediate values of one `PIECE`.
+    Its memory on the device: four bytes per parameter for the bases; with a codec that quantizes, as much again for the
+    residuals and for each undecided delta; snapshots that are not uploaded yet (`Rounds.publications`); globals that
+    are pulled and not adopted; and the intermediate values of one `PIECE`.
     """
 
     at_once = 0

@@ -190,7 +190,7 @@ class ErrorFeedback:
         """Note that a delta is being sent.
 
         Args:
-            fragment: of the delta.
+            fragment: the delta's fragment.
             at: its base version and its tokens.
             fed: the residual that it carries.
             error: (elements,) its encoding error; owned by this object from now on.

@@ -47,7 +47,7 @@ class Evaluator:
         """Copy the model; nothing is connected yet.
 
         Args:
-            model: as learners train it, with the same values of everything that is not trained. It may be the one in
+            model: as learners train it, with the same values of everything that is not trained. It may be the model in
                 training.
             loss_fn: called with the copy, which is in evaluation mode and records no gradients; returns one number. It
                 must be in nats per token to be comparable with other runs' losses.
@@ -84,7 +84,7 @@ class Evaluator:
             return in_own_loop(self._once())
 
     def follow(self) -> None:
-        """Measure as the run goes on, until it is finished and its last model is measured, or `stop` is called.
+        """Measure while the run continues, until it is finished and its last model is measured, or `stop` is called.
 
         It may begin before the run or late. If Redis is unavailable it waits, and continues afterwards. `loss_fn` is
         called in another thread. Do not call `evaluate` meanwhile.
@@ -95,7 +95,7 @@ class Evaluator:
         in_own_loop(self._follow())
 
     def stop(self) -> None:
-        """End `follow` after its present measurement. Call it from another thread or a signal handler."""
+        """End `follow` after its current measurement. Call it from another thread or a signal handler."""
         self._stopped.set()
         if self._following is not None:
             loop, event = self._following

@@ -102,7 +102,7 @@ class JoinedLearner:
         structlog.get_logger().warning("learner_healed", learner=self.training.learner, detail=detail)
 
     def ended(self, stopping: Stopping) -> bool:
-        """Return whether the loop is to be left: the run is over, or the process was asked to end."""
+        """Return whether the loop should be left: the run is over, or the process was asked to end."""
         return stopping.asked or self.over
 
     def adopt(self) -> bool:
@@ -124,7 +124,7 @@ class JoinedLearner:
         return read(range(len(self.training.layout.fragments)))
 
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
-        """Snapshot what is to be published and pass it to the exchange, all of a step at once: waking its thread costs.
+        """Snapshot what will be published and pass it to the exchange, all of a step at once: waking its thread costs.
 
         adopted: fragments were adopted in this step, which others should learn soon.
         """
@@ -150,7 +150,7 @@ class JoinedLearner:
         for publication in training.rounds.last(self.shared.windows, due=self.over):
             try:  # one by one: a fragment that cannot be copied keeps no other from going out
                 self.hand_over([publication], adopted=False)
-            except Exception as error:  # the model was changed, or its device has failed or has no room for a copy
+            except Exception as error:  # the model was changed, or its device has failed or has no memory for a copy
                 whole = False
                 structlog.get_logger().warning("last_delta_withheld", learner=training.learner, error=str(error))
         # The exchange flushes while this thread saves the moments.

@@ -107,14 +107,15 @@ class Learner(BaseLearner):
 
         Args:
             model: all parameters that require a gradient are synchronised; they must be on their device already. The
-                set of trained parameters is fixed on joining: `step` refuses a model that was changed since.
+                set of trained parameters is fixed when the learner joins: `step` refuses a model that was changed
+                since.
             optimizer: the inner optimizer, a wrapper of it, or a list of several. It keeps its moments when a fragment
                 is adopted.
             run: name of the run; default: DILOCO_RUN from the environment, else "run".
             redis_url: default: DILOCO_REDIS_URL from the environment.
             learner_id: must be unique among live learners; default: DILOCO_LEARNER_ID, else host name, process id and a
                 random part.
-            sync: the protocol's constants, used if this learner is the first. Default: the run's, else those of a
+            sync: the protocol's constants, used if this learner is the first. Default: the run's, otherwise those of a
                 waiting syncer, else the package's defaults. If no number of fragments is given, there are no more than
                 trained tensors (plus one for buffers).
             tokens: the run's budget, in trained tokens of all learners together; "2.5M" is accepted too. The first
@@ -122,7 +123,7 @@ class Learner(BaseLearner):
                 budget is refused.
             trainer: further values that all learners must have in common (kept in the spec).
             leave_s: seconds to flush unpublished training when leaving.
-            state_dir: a folder on the local disk that belongs to this learner alone, for the optimizer's moments, step
+            state_dir: a folder on the local disk that belongs only to this learner, for the optimizer's moments, step
                 counters and random states; a restart continues from it. None: the optimizer keeps the moments that it
                 has, or takes those of a live peer, or begins fresh.
             recover: "auto": see `state_dir`; "peer": never read `state_dir`; "fresh": begin from nothing, even if the
@@ -130,7 +131,7 @@ class Learner(BaseLearner):
             state_every_s: seconds between two savings.
             log_losses: append each step's loss to `state_dir`/losses.jsonl.
             encode_on: where deltas are encoded and their bases and residuals are kept. "cpu": in host memory; "device":
-                on the model's device, at 4 bytes a parameter, or 8 to 16 if the codec quantizes; "auto": "device" if
+                on the model's device, at 4 bytes per parameter, or 8 to 16 if the codec quantizes; "auto": "device" if
                 that is CUDA.
             same_frozen: require all learners to have the same frozen parameters, tensor by tensor; others are refused.
                 The first learner settles this for the run. False: frozen parameters may differ (quantized in different
@@ -138,8 +139,8 @@ class Learner(BaseLearner):
             mesh: a DeviceMesh or a process group whose ranks form this one learner, or "world" for all ranks. Default:
                 those of the model's DistributedDataParallel or `fully_shard`. Each rank makes a `Learner` with the same
                 arguments.
-            adopted: called with each parameter that the run's values were written into, on joining too, and with its
-                previous values, in the training thread and without gradients. It is for copies of the weights from
+            adopted: called with each parameter that the run's values were written into, including when it joins, with
+                its previous values, in the training thread and without gradients. It is for copies of the weights from
                 which the loop or its optimizer continues, such as fp32 masters: an optimizer with such copies is
                 refused without it.
 
@@ -183,8 +184,8 @@ class Learner(BaseLearner):
         """Count the inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
 
         Args:
-            tokens: number trained in this step: a whole number from 0 (0: the whole batch was masked), also as a numpy
-                or torch scalar. A scalar on a CUDA device is read at once, which waits for the device.
+            tokens: number trained in this step: a whole number from 0 (0: the whole batch was masked), including a
+                numpy or torch scalar. A scalar on a CUDA device is read at once, which waits for the device.
             loss: one number, shown in reports. A tensor is copied at once, so the caller may overwrite it. For one on a
                 CUDA device the copy is asynchronous, and the loss is shown once it is there.
 
@@ -254,7 +255,7 @@ class Learner(BaseLearner):
         such as a pickled one, stays at the progress at which it was made.
 
         Args:
-            optimizer: the one whose rates are scheduled, or a wrapper of it; its present rates are the peak. Default:
+            optimizer: the one whose rates are scheduled, or a wrapper of it; its current rates are the peak. Default:
                 the learner's.
             shape: after the warm-up, "cosine" or "linear": falls to `final` of the peak; "constant": stays at the peak,
                 and falls linearly in the last part of the run.
@@ -291,7 +292,7 @@ class Learner(BaseLearner):
 
         A save of the model afterwards saves the run's values, and not this learner's own last steps. The call waits in
         the same way as `globals`. All ranks of a learner must call it, and then have the same values, even in a run
-        that goes on.
+        that continues.
 
         Raises:
             UsageError: the learner is still in its run, or has never joined, or the model was changed since.

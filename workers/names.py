@@ -1,9 +1,9 @@
 """Name a model's parameters as in the plain model, whatever wraps it.
 
 `torch.compile`, DistributedDataParallel, DataParallel, Fabric and activation checkpointing put the model, or a part of
-it, into a module of their own, whose name precedes the parameters' names. A LightningModule with all of its parameters
-in one submodule is such a wrapper too: elsewhere that submodule is the model. All learners of a run, and programs that
-load what they have trained, use the names without wrappers.
+it, into a module of their own, whose name precedes the parameters' names. A LightningModule with all of its
+parameters in one submodule counts as such a wrapper: other programs load that submodule as the model. All learners of a
+run, and programs that load what they have trained, use the names without wrappers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,7 +40,7 @@ class Buffer(NamedTuple):
     """A persistent buffer of a model, identified by its place, since any step may replace it by another tensor."""
 
     name: str
-    """In the plain model."""
+    """Name in the plain model."""
     owner: nn.Module
     key: str
 

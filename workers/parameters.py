@@ -200,9 +200,9 @@ class _Bytes(NamedTuple):
     """The byte ranges of a slot."""
 
     flat: slice
-    """In the fragment's vector."""
+    """Offset in the fragment's vector."""
     tensor: slice
-    """In the whole tensor."""
+    """Offset in the whole tensor."""
 
     @classmethod
     def of(cls, slot: Slot) -> "_Bytes":

@@ -5,8 +5,8 @@ All of them keep the order. So a step has trained the oldest batches that are he
 
 | in a pass                           | a step has trained                                                      |
 |-------------------------------------|-------------------------------------------------------------------------|
-| its first step                      | `accumulate` batches; what is left here then is what is drawn ahead     |
-| until the loader has drawn the last | what is here beyond that: a loader draws one for each that it hands out |
+| its first step                      | `accumulate` batches; what is left then was drawn ahead                 |
+| until the loader has drawn the last | what is held beyond that: a loader draws one for each that it hands out |
 | from then on                        | `accumulate`                                                            |
 
 The middle row also covers batches that a loop drops without a step: under a GradScaler that skips, or by a filter. When

@@ -20,7 +20,7 @@ WARMUP: float = defaults(TrainerSettings)["warmup"]
 class ShareByProgress:
     """The function for torch's LambdaLR: the share of the peak by the run's progress, ignoring the number of the step.
 
-    A copy, also a pickled one, has no learner, and stays at the progress at which it was made. A scheduler's state dict
+    A copy, even a pickled one, has no learner, and stays at the progress at which it was made. A scheduler's state dict
     contains nothing of it, because `__dict__` is empty.
     """
 

@@ -41,7 +41,7 @@ Events are methods of `Rounds`: after each inner step, `trained` comes first, th
 arrived, then `publications`. `last` is leaving. `tests/workers/test_rounds_table.py` reads this table.
 
 A snapshot is held until its delta is on the bus. Snapshots must not pile up while the bus is slow or unavailable, so
-there is room for a few at a time. A fragment that finds no room stays due: a later snapshot on the same base contains
+only a few fit in memory at a time. A fragment that does not fit stays due: a later snapshot on the same base contains
 everything that an earlier one does.
 """
 
@@ -68,7 +68,7 @@ MIN_RENEWED = 12
 # Elements. New snapshots are taken while the held ones are smaller than this, or than a quarter of the model
 # (`party_memory.ROOM_SHARE`).
 MIN_ROOM = 2**24
-# Each group of fragments always has room for this many snapshots, whatever their size: a header must not have to wait
+# Each group of fragments can always hold this many snapshots, whatever their size: a header must not have to wait
 # for the payload before its own.
 AT_ONCE = party_memory.MIN_ROOM
 
@@ -151,10 +151,10 @@ class _Fragment:
     steps: int = 0
     tokens: int = 0
     published_steps: int = 0
-    """In the newest delta on the base, as `published_tokens`."""
+    """Steps in the newest delta on this base; `published_tokens` are its tokens."""
     published_tokens: int = 0
     serial: int = 0
-    """Of the newest delta, on whatever base."""
+    """Serial of the newest delta on any base."""
     next_attempt: int = 0
     window_attempt: int = 0
     """The window's attempt when this learner last published into it."""
@@ -222,7 +222,7 @@ class Rounds:
     def in_part(self, state: RunState | None) -> None:
         """Switch the counts to the part of the run that `state` is in, if that is a new one.
 
-        The run's state already contains what was trained in an earlier part. Only training on the present bases, which
+        The run's state already contains what was trained in an earlier part. Only training on the current bases, which
         may still be merged, is carried over. The state may know some of that too, so at most one interval of each
         surviving learner is counted twice.
         """
@@ -266,9 +266,9 @@ class Rounds:
         Args:
             windows: the open ones, by fragment.
             uploaded: fragment -> serial of the last delta that may be renewed (`exchange.shared.Shared`).
-            released: fragment -> serial of the last delta whose snapshot is no longer held. While there is room, the
-                fragment that has waited longest comes first. None: there is room for all. Each group has room of its
-                own, so that no fragment waits for another group's unavailable server.
+            released: fragment -> serial of the last delta whose snapshot is no longer held. While memory is left, the
+                fragment that has waited longest comes first. None: all fit. Each group has a budget of its own, so that
+                no fragment waits for another group's unavailable server.
         """
         wanted = self.wanted(windows, uploaded)
         if released is None:
@@ -316,12 +316,12 @@ class Rounds:
         return self._publication(f, windows, due=False)
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
-        """Yield what to publish on leaving: fragments unpublished on their base, or to be published once more.
+        """Yield what a leaving learner publishes: fragments unpublished on their base, or to be published again.
 
         Training past an earlier snapshot on the same base can no longer be merged, so it counts as overwritten.
 
         due: the run is draining, so all of these may open windows. Otherwise only those may that are due by their
-        steps; there are some where earlier uploads have kept a snapshot waiting for room.
+        steps; there are some where earlier uploads have kept a snapshot waiting for memory.
         """
         for f in self._fragments:
             is_on_bus = f.state is State.PUBLISHED and not f.reopened(f.window(windows))

@@ -79,7 +79,7 @@ def _first_shard(
 
     Args:
         now_joined: returns the learner, which has not read yet; called repeatedly while this waits.
-        stopping: tells whether the process is to end.
+        stopping: tells whether the process should end.
         order: this learner's proposal.
         per_shard: blocks in a shard, if this learner queues an epoch.
 

@@ -76,7 +76,8 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Fi
         beginning: for a run without a spec: the settings of a waiting syncer, and whether Redis is a cluster.
 
     Raises:
-        SpecMismatch: the learner was given another budget than the run, or other settings than the waiting syncer.
+        SpecMismatch: the learner was given a budget that differs from the run's, or settings that differ from the
+        waiting syncer's.
         UsageError: model and settings cannot make a run.
     """
     budget = {} if given.tokens is None else {"tokens": given.tokens}
@@ -123,7 +124,7 @@ def _say_what_does_not_count(held: SyncSpec) -> None:
 
 
 def _own(usual: SyncSettings, model: Proposed, cluster: bool) -> SyncSpec:
-    """Return the spec settings of this learner alone, and log those that nobody has decided."""
+    """Return the spec settings that this learner would use on its own, and log those left to their defaults."""
     log, fitted = structlog.get_logger(), fitting(usual, model)
     if fitted.fragments < usual.fragments:
         buffers = ", beside the one of its buffers" * (fitted.fragments > model.trained)

@@ -1,4 +1,5 @@
-"""Measure how long a learner's steps take, and the share of its own calls. Pure: the caller reads the clock.
+"""Measure how long a learner's steps take, and what share of that time the learner's own calls take. Pure: the caller
+reads the clock.
 
 The training thread writes, the exchange thread reads.
 """
@@ -13,7 +14,7 @@ from diloco.pipeline.ema import Ema
 STEPS_KEPT = 4096
 # Time between two computations of the median: its sorting takes longer than all the rest of a report.
 MEDIAN_S = 1.0
-# Of the moving averages of a learner's times.
+# Weight of the previous value in the moving averages of a learner's times.
 DECAY = 0.9
 
 

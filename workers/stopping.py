@@ -49,7 +49,7 @@ class Stopping:
     """The signals that have asked this process to end, between `install` and `restore`."""
 
     def __init__(self) -> None:
-        self._asked = 0  # the signal that this process is to end by
+        self._asked = 0  # the signal that asked this process to end
         self.heard = 0  # the signal that came here
         self.together = False  # several ranks must end at the same step: by `agree`, not by what one of them has heard
         self._told = False  # a signal other than SIGHUP came
@@ -101,14 +101,14 @@ class Stopping:
             raise Stopped(self.heard)
 
     def agree(self) -> None:
-        """Note that some rank was asked to end, so that all ranks end after the present step."""
+        """Note that some rank was asked to end, so that all ranks end after the current step."""
         self._asked = self._asked or signal.SIGTERM
 
     def raise_if_unread(self) -> None:
         """End after the training if a signal came that the loop did not look at.
 
         Raises:
-            Stopped: a signal came, and nobody has read `asked`.
+            Stopped: a signal came, and `asked` has not been read.
         """
         if not self._seen and self._asked:
             raise Stopped(self._asked)
@@ -117,7 +117,7 @@ class Stopping:
         """Note that an inner step is over and counted.
 
         Raises:
-            Stopped: a signal had come before the previous step was over, and the loop went on.
+            Stopped: a signal had come before the previous step was over, and the loop continued.
         """
         if self._stepped:
             raise Stopped(self._asked)

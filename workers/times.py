@@ -7,7 +7,7 @@ from diloco.pipeline.retry import Backoff
 
 @dataclass(frozen=True, slots=True)
 class LearnerTimes:
-    """All times of a learner that are no settings, but for those among its ranks (`workers.ranks`)."""
+    """All times of a learner that are not settings, except those among its ranks (`workers.ranks`)."""
 
     # Tries.
     retry: Backoff = Backoff(0.1, 2.0)  # of one call, pull or header, after an outage or for a fragment that failed
@@ -15,7 +15,7 @@ class LearnerTimes:
 
     # Looks.
     poll_s: float = 0.1  # at the bus, for what this learner waits for: a head, an offer, another process's report
-    slow_poll_s: float = 1.0  # where a look costs more: for peers' wishes in training, for weights by new connections
+    slow_poll_s: float = 1.0  # where a poll costs more: for peers' wishes in training, for weights by new connections
     evaluator_poll_s: float = 0.5  # of an evaluator, at the run's state, which is small
     look_s: float = 5.0  # at all heads and at the spec, though no record says that they changed
     warn_look_s: float = 10.0  # for what is only told: Redis lacks scripts, no syncer is there (it may be restarting)
@@ -34,7 +34,7 @@ class LearnerTimes:
     scripts_told_s: float = 1200.0  # until missing scripts are told again: a status looks back an hour
 
     # Publishing and pulling.
-    payload_ttl_s: float = 600.0  # a delta or first parameters that no syncer has taken
+    payload_ttl_s: float = 600.0  # a delta or first parameters not taken by any syncer
     renewed_ttl_s: float = 10.0  # a payload whose delta was renewed, so that a syncer that reads it can finish
     newest_s: float = 60.0  # for all globals at once, past outages and past the last merges of a run that ends
 

@@ -39,7 +39,7 @@ class Copied(Protocol):
 class Parameters(Protocol):
     """A model's tensors, fragment by fragment: all that the exchange needs to know of a framework.
 
-    `FragmentParameters` implements it for torch, also for one rank's shards, and `PytreeParameters` for JAX. Used by
+    `FragmentParameters` implements it for torch, including one rank's shards, and `PytreeParameters` for JAX. Used by
     the training thread, and by the exchange thread while the training thread waits for it to join.
     """
 
@@ -74,7 +74,7 @@ class Training:
     keeper: Keeper
     times: StepTimes
     watch: ModelWatch | None = None
-    """None: the framework's learner itself checks at each step that the model is still the one that joined."""
+    """None: the framework's learner itself checks at each step that the model is still the model that joined."""
     on_device: Callable[[int], Snapshot] | None = None
     """Copies a fragment as the encoder on its device takes it; None: deltas are encoded in host memory."""
     encoder: Encoder = field(default_factory=lambda: OnHost(AT_ONCE))

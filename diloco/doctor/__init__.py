@@ -1,4 +1,4 @@
 """`diloco doctor`: find what is wrong with this machine and its Redis before a run fails because of it.
 
-`measure` measures, `facts` has the types of what was measured, `checks` judges the facts alone, `command` prints.
+`measure` measures, `facts` has the types of what was measured, `checks` judges only the facts, `command` prints.
 """

@@ -77,7 +77,7 @@ def blas(cores: int, each: int, fragments: int) -> Finding:
 
 
 def folder(one: Folder, needed_bytes: float = 0.0) -> Finding:
-    """Check that a folder can be written and has room. needed_bytes: what will be added; 0: not known, or little."""
+    """Check that a folder can be written and has space. needed_bytes: what will be added; 0: not known, or little."""
     about = f"disk of {one.setting}"
     if one.problem:
         remedy = f"correct that, or name another place by --{one.setting}"
@@ -209,8 +209,8 @@ def rights(
         address: how the user is connected, and its name.
         lacks: by party, the right that is missing; empty if none is.
         run: the run in which the rights were tried.
-        learner: the learner's name that was given; None: the one in the user's name.
-        party: the party that this machine is to be; None: the party in the user's name, if any.
+        learner: the learner's name that was given; None: the name in the user's name.
+        party: the party that this machine will be; None: the party in the user's name, if any.
         asked: whether the run was named, and not the default one was tried.
     """
     who = f"user {address.user}" if address.user not in ("", DEFAULT_USER) else "the default user"
@@ -252,7 +252,7 @@ def clock(ahead_s: float, too_far_s: float) -> Finding:
     return ok("clock", found)
 
 
-# --- the line, and what the run asks of it ------------------------------------------------------------------
+# --- the link, and what the run asks of it ------------------------------------------------------------------
 
 
 def link(line: Link) -> Iterator[Finding]:
@@ -328,7 +328,7 @@ def load(run: Run, site: Site) -> Finding:
 
 
 def merges(run: Run, site: Site, machine: Machine) -> Finding:
-    """Check that merge and outer step on this machine take no longer than a round has room for."""
+    """Check that merge and outer step on this machine take no longer than a round allows."""
     speed, sync = machine.speed, run.sync
     outer_s = max(run.operations) / speed.flops
     together_s = math.fsum(run.operations) / speed.flops / speed.at_once
@@ -357,7 +357,7 @@ def basis(site: Site) -> str:
 
 
 def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
-    """Compare the time of the run's merges with the computed one, and check that they have room in its rounds.
+    """Compare the time of the run's merges with the computed one, and check that they fit into its rounds.
 
     A syncer measures a merge from the decision to the commit: the sum, the outer step, and writing the result.
     """
@@ -415,7 +415,7 @@ def machine_memory(run: Run, machine: Machine, party: str) -> Iterator[Finding]:
 
 
 def plan(run: Run, site: Site) -> Finding:
-    """Report the settings of the run beside those that `diloco plan` would choose for it here."""
+    """Report the settings of the run next to those that `diloco plan` would choose for it here."""
     sync = run.sync
     has = f"H = {sync.sync_interval}, P = {sync.fragments}, {sync.codec} deltas"
     name = "a run" if run.live is None else "the run"

@@ -84,11 +84,11 @@ async def run_checks(
         report: takes the findings.
         run: the planned run, if one was described.
         step_s: time of an inner step; None: as the run's learners report it.
-        party: what this machine is to be.
+        party: the party that this machine will be.
         checkpoints: True if a syncer here has a place for checkpoints.
 
     Returns:
-        The run that is on the Redis, else the planned one; the network; the run's name.
+        The run that is on the Redis, otherwise the planned one; the network; the run's name.
     """
     url = settings.bus_url()
     if url is None:
@@ -134,13 +134,13 @@ async def run_checks(
 
 
 def _learner_of(user: str) -> str:
-    """Return the learner's name in the name of a user `learner-NAME`, else a name that no learner has."""
+    """Return the learner's name in the name of a user `learner-NAME`, otherwise an unused name."""
     party, _, learner = user.partition("-")
     return learner if party == "learner" and learner else f"doctor-{secrets.token_hex(2)}"
 
 
 async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | None) -> Run | None:
-    """Return the run of this name if it is on the bus, else the planned one."""
+    """Return the run of this name if it is on the bus, otherwise the planned one."""
     try:
         found = await measure.read_run(bus, step_s)
     except UsageError:  # this user has no right to read it, which checks.rights has reported
@@ -287,7 +287,7 @@ async def _in_time(checking: Coroutine[Any, Any, Checked], report: Report, other
 
 
 def show(console: Console, finding: Finding) -> None:
-    """Print a line with what was found, and another with what to do."""
+    """Print a line with the finding, and another with the remedy."""
     line = Text.assemble((f"{finding.level:8}", COLOURS[finding.level]), f"{finding.about}: {finding.found}")
     console.print(line, soft_wrap=True)
     if finding.remedy:

@@ -22,7 +22,7 @@ class Machine:
     memory_bytes: float
     """Memory of the machine, or of its container if that has less; 0: not known."""
     processes: int
-    """Number of learners that are to train on its CPU at a time."""
+    """Number of learners that will train on its CPU at a time."""
     threads: int
     """Torch threads of each such learner."""
     threads_from: str
@@ -54,7 +54,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The run that is under way, or the one that is planned."""
+    """The run that is under way, or the planned run."""
 
     name: str
     sync: SyncSpec
@@ -75,12 +75,12 @@ class Run:
     merge_s: float = 0.0
     """Median time of a merge over the run's fragments; 0: not known yet, or the run is only planned."""
     stretched: float = 1.0
-    """Median ratio of a fragment's present interval to the planned one; slow merges make it more than 1."""
+    """Median ratio of a fragment's current interval to the planned one; slow merges make it more than 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder or store of objects that a party on this machine is to write to."""
+    """A folder or store of objects that a party on this machine will write to."""
 
     setting: str
     path: Path | str

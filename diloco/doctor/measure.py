@@ -146,7 +146,7 @@ def look_at_folder(setting: str, path: Path | str) -> Folder:
 
 
 def saved_bytes(path: Path | str, run: str) -> float:
-    """Return the bytes that a run's checkpoints take by now: dropping them makes room for new ones.
+    """Return the bytes that a run's checkpoints take by now: dropping them frees the space for new ones.
 
     run: name of the run's folder among the checkpoints; "" if it has none.
     """
@@ -160,7 +160,7 @@ def saved_bytes(path: Path | str, run: str) -> float:
 
 
 async def read_run(bus: Bus, step_s: float | None) -> Run | None:
-    """Return the run on the bus, or None; step_s: time of a step to use in place of the one that learners report."""
+    """Return the run on the bus, or None; step_s: time of a step to use in place of the time that learners report."""
     data = await bus.read_spec()
     if data is None:
         return None
@@ -198,7 +198,7 @@ def planned_run(name: str, sync: SyncSpec, params: float, learners: int, step_s:
     return Run(name, sync, params, learners, step_s, (each,) * sync.fragments)
 
 
-# --- the line ---------------------------------------------------------------------------------------------
+# --- the link ---------------------------------------------------------------------------------------------
 
 
 async def look_at_line(
@@ -238,7 +238,7 @@ async def look_at_line(
 
 
 async def _both_ways(bus: Bus, size: int) -> tuple[float, float]:
-    """Return the seconds that a payload of `size` bytes takes to the server, and back.
+    """Return how many seconds a payload of `size` bytes takes to upload and to download.
 
     Raises:
         TimeoutError: it takes longer than `PATIENCE_S`.

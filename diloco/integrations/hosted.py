@@ -166,7 +166,7 @@ class Hosted:
         return over
 
     def drop(self, longer: str) -> None:
-        """Leave the run from any thread, also when the garbage collector closes an iterator there.
+        """Leave the run from any thread, even when the garbage collector closes an iterator there.
 
         Leaving waits for the learner's own thread. If this is that thread, a new thread leaves instead, and prints its
         errors.

@@ -30,7 +30,7 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
     _held = _of_step = 0
     """Tokens of the batches since the last update, and tokens of the update that is being made."""
     _batch = 0
-    """Tokens of the present batch that are not held yet: a training step that returns no loss does not train them."""
+    """Tokens of the current batch that are not held yet: a training step that returns no loss does not train them."""
     _losses: list[Any]
     """Losses of the micro-batches since the last update."""
 
@@ -64,7 +64,7 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
         return tokens
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Assign all batches since the last update to this one, also if a GradScaler skips it."""
+        """Assign all batches since the last update to this one, even if a GradScaler skips it."""
         if self._losses or self._held:  # with several optimizers, the first one that steps takes them all
             self._hosted.report_loss(sum(self._losses) if self._losses else None)
             self._of_step, self._held, self._losses = self._held, 0, []

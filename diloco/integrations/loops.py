@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diloco.workers.learner import Learner
 
 
-# Iterators of all loaders. The references are weak: an iterator that nobody holds is closed, and so leaves its run.
+# Iterators of all loaders. The references are weak: an unreferenced iterator is closed, and so leaves its run.
 PASSES = WeakSet[Generator[Any, None, None]]()
 
 

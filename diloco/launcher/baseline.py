@@ -112,7 +112,7 @@ def _start(settings: RunProcess, folder: Folder, children: Children) -> float:
 
 
 def _failed(ranks: list[Child], stopped: bool) -> Child | None:
-    """Return a rank that ended with an error, if any did; the signal of a stop is no error."""
+    """Return a rank that ended with an error, if any did; the signal of a stop is not an error."""
     harmless = (None, 0, -signal.SIGTERM, signals.AGAIN_STATUS) if stopped else (None, 0)
     return next((rank for rank in ranks if rank.status not in harmless), None)
 
@@ -121,7 +121,7 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
     """Watch the ranks until all have ended. Return the Unix time before their start, and whether the user stopped them.
 
     Raises:
-        ChildDied: a rank died, so that the others cannot go on.
+        ChildDied: a rank died, so that the others cannot continue.
         DilocoError: the ranks did not stop in time.
     """
     stop, task = asyncio.Event(), asyncio.current_task()
@@ -139,7 +139,7 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
                 return (
                     began_unix_s,
                     True,
-                )  # a rank left before the first step: the others would wait for its all-reduce in vain
+                )  # a rank left before the first step: the others would wait forever for its all-reduce
             if failed := _failed(ranks, stopped_s is not None):
                 raise ChildDied(failed.obituary())
             screen.show(baseline_status(folder.path, settings.tokens))

@@ -24,7 +24,7 @@ class Place:
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES of the learner's process; None: inherited from this process."""
     name: str = ""
-    """Name of the device for people, as this process numbers it."""
+    """Display name of the device, as this process numbers it."""
 
     @property
     def ranks(self) -> int:
@@ -72,7 +72,7 @@ def assign(asked: str, learners: int, gpus: Sequence[str]) -> list[Place]:
 
 
 def devices_line(places: Sequence[Place]) -> str:
-    """Return a line for people about the devices; empty if every learner trains on the CPU or chooses by itself."""
+    """Return a readable line about the devices; empty if every learner trains on the CPU or chooses its own."""
     devices = list(dict.fromkeys(place.name for place in places))
     if devices in ([""], ["cpu"]):
         return ""

@@ -1,4 +1,4 @@
-"""Show a run's status to people: as a live view on a terminal, else as a plain line every ten seconds.
+"""Show a run's status: as a live view on a terminal, otherwise as a plain line every ten seconds.
 
 `render` and `plain_line` are pure functions of the status dict (`pipeline.view.status_reader`).
 """
@@ -27,7 +27,7 @@ from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, OuterStep
 PLAIN_EVERY_S = 10.0
 # Most learners, and most fragments, that are shown: more rows would not fit on a screen.
 MAX_ROWS = 16
-# Least width of the progress bar beside its figures, in cells; if it would be narrower, they go below it.
+# Minimum width of the progress bar next to its figures, in cells; if it would be narrower, they go below it.
 MIN_BAR = 10
 
 _STATE_STYLES = {"idle": "dim", "collecting": "yellow", "grace": "cyan", "uploading": "blue", "merging": "green"}
@@ -52,7 +52,7 @@ def merged_share(shares: MergedShare) -> str:
 
 
 def time_left(status: Status) -> float | None:
-    """Return the seconds to the budget at the live learners' present speed; None if none trains."""
+    """Return the seconds to the budget at the live learners' current speed; None if none trains."""
     at = speed(status["learners"])
     left = (1 - status["progress"]) * status["budget_tokens"]
     return left / at if at > 0 else None
@@ -217,7 +217,7 @@ def _summary(status: Status) -> Columns:
 
 
 class _Progress:
-    """The progress bar with its figures beside it, or below it on a narrow screen."""
+    """The progress bar with its figures next to it, or below it on a narrow screen."""
 
     def __init__(self, status: Status) -> None:
         self._bar = ProgressBar(total=1.0, completed=min(1.0, status["progress"]))
@@ -297,7 +297,7 @@ class Screen:
             self._live.stop()
 
     def show(self, status: Status) -> None:
-        """Show the present status; without a terminal, print a line every ten seconds."""
+        """Show the current status; without a terminal, print a line every ten seconds."""
         if (
             self._live is not None and self._console.is_terminal
         ):  # not once the terminal was closed: then stdout goes to a log file

@@ -47,7 +47,7 @@ def _write(report: dict[str, Any], path: Path) -> None:
 
 
 def tell_page(folder: Path) -> None:
-    """Write a run's page beside its report, if its model was saved, and print its address."""
+    """Write a run's page next to its report, if its model was saved, and print its address."""
     if (folder / MODEL_FILE).is_file():
         typer.echo(f"page       {write_page(read_object(folder / MODEL_FILE), folder / PAGE_FILE)}")
 

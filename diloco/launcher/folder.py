@@ -158,7 +158,7 @@ class Folder:
             raise UsageError(f"cannot make the output folder {self.path}: {error_text(error)}") from error
 
     def _keep_results(self, saved: bool) -> None:
-        """Rename report.json to report-1.json and so on; if no checkpoint was saved, also the tape and learners."""
+        """Rename report.json to report-1.json and so on; if no checkpoint was saved, the tape and learners too."""
         there = [self.path / name for name in (REPORT_FILE, PICTURE_FILE, SAMPLE_FILE, PAGE_FILE, MODEL_FILE)]
         there += [] if saved else [self.tape, self.learners]
         part = 1
@@ -169,7 +169,7 @@ class Folder:
                 file.replace(file.with_stem(f"{file.stem}-{part}"))
 
     def _take_moments(self, earlier: Path) -> None:
-        """Give learners the state that those of the resumed run have saved, if it lies beside its checkpoints."""
+        """Give learners the state that those of the resumed run have saved, if it lies next to its checkpoints."""
         if earlier.is_dir():
             ignored = shutil.ignore_patterns("losses.jsonl", ".*")
             shutil.copytree(earlier, self.learners, ignore=ignored, copy_function=_link)
@@ -283,7 +283,7 @@ def _never_stepped(path: Path) -> bool:
 
 
 def _has_no_checkpoint(path: Path, settings: RunProcess) -> bool:
-    """Return whether a run was killed here before its first checkpoint, so that it must begin anew."""
+    """Return whether a run was killed here before its first checkpoint, so that it must start from scratch."""
     folder = Folder(path)
     ours = {SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", MODEL_FILE, "logs", "checkpoints", "tape", "learners"}
     if settings.overwrite or _never_stepped(path) or not folder.settings.is_file():
@@ -293,7 +293,7 @@ def _has_no_checkpoint(path: Path, settings: RunProcess) -> bool:
 
 
 def goes_on(settings: RunProcess, path: Path) -> bool:
-    """Return whether the resumed run is the one of this folder, and so continues in it."""
+    """Return whether the resumed run is this folder's, and so continues in it."""
     return (
         not settings.overwrite
         and settings.resume is not None
@@ -392,7 +392,7 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
 
 
 def method_of(checkpoint: Checkpoint) -> RunMethod:
-    """Return the method of a checkpoint's run: the one in its output folder, else the one that its settings match."""
+    """Return the method of a checkpoint's run: that in its output folder, else the method that its settings match."""
     folder = output_of(checkpoint.folder.path).path if isinstance(checkpoint.folder, OnDisk) else None
     recorded = RunFile.read(folder).method if folder and (folder / RUN_FILE).is_file() else None
     return recorded or meant_by(checkpoint.spec.sync.model_dump(), len({one.name for one in checkpoint.spec.tensors}))

@@ -69,7 +69,7 @@ def environment(threads: int, redis_url: str | None) -> dict[str, str]:
     kept |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", LAUNCHER_PID: str(os.getpid())}
     if redis_url is not None:
         kept[f"{ENV_PREFIX}REDIS_URL"] = redis_url
-    if str(PROGRAM) != sysconfig.get_path("purelib"):  # a child finds installed packages by itself
+    if str(PROGRAM) != sysconfig.get_path("purelib"):  # a child finds installed packages on its own
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PROGRAM), kept.get("PYTHONPATH"))))
     return kept
 
@@ -104,7 +104,7 @@ class Child:
         self.environ = dict(environ)
         self.log = log
         self.under_way = False
-        """True once it has made a step or an evaluation; from then on its death is no failed start."""
+        """True once it has made a step or an evaluation; from then on its death is not a failed start."""
         self.reported = False
         """True once its end was reported to the user."""
         self.expected_end = False
@@ -146,7 +146,7 @@ class Child:
         return self.status is None
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone."""
+        """Send a signal to the process only, not to its children."""
         self._process.send_signal(number)
 
     def kill_group(self) -> None:

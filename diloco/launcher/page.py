@@ -1,4 +1,4 @@
-"""Serve the page of a run while it goes on, and leave it in the run's folder when it ends."""
+"""Serve the page of a run in progress, and leave it in the run's folder when it ends."""
 
 import asyncio
 import secrets

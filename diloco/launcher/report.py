@@ -222,7 +222,7 @@ def build(outcome: Outcome) -> Report:
     """Return the report.
 
     `tokens` and `merged_tokens` include the earlier part of a resumed run. `tokens_lost` and `token_elements` are for
-    this part alone, and `resumed_from` has what the earlier part had not merged. To the token:
+    this part only, and `resumed_from` has what the earlier part had not merged. To the token:
     tokens = merged_tokens + all of tokens_lost + resumed_from.not_merged_tokens.
     """
     warnings = list(outcome.warnings)
@@ -356,7 +356,7 @@ def read_report(file: Path) -> Report:
     """Read the report of a run.
 
     Raises:
-        UsageError: the file does not exist, is damaged, or is no report.
+        UsageError: the file does not exist, is damaged, or is not a report.
     """
     report: Report = read_object(file)
     try:

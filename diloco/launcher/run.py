@@ -167,7 +167,7 @@ class Launcher:
         """Watch the run until it is finished, or the time limit of its drain is over.
 
         Raises:
-            ChildDied: the run cannot go on.
+            ChildDied: the run cannot continue.
             BusError: Redis could not be reached or read for more than `SILENT_BUS_S`.
             PeerError: Redis has held something unreadable for more than `SILENT_BUS_S`.
         """
@@ -206,7 +206,7 @@ class Launcher:
             await _pause(stop)
 
     def _check_folder(self) -> None:
-        """Make the output folder anew if somebody has moved or deleted it, so that what is still written has a place.
+        """Recreate the output folder if it was moved or deleted, so that later files can be written.
 
         Settings and run.json are written too, so that the run is found there, unless the new folder is another run's.
         """
@@ -226,7 +226,7 @@ class Launcher:
     def _note(self, status: Status) -> None:
         now = self._clock.now()
         if status["phase"] == Phase.RUNNING:
-            self._drained_from_s = None  # Redis may lose the request to drain, which then begins anew
+            self._drained_from_s = None  # Redis may lose the request to drain, which then starts again
         elif self._drained_from_s is None and status["phase"] in (Phase.DRAINING, Phase.CLOSING):
             self._drained_from_s = now
         if status["tokens"]:

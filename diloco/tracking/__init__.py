@@ -1,1 +1,1 @@
-"""`diloco watch --to`: write a run's curves to TensorBoard or Weights & Biases, beside it. Learners have none."""
+"""`diloco watch --to`: write a run's curves to TensorBoard or Weights & Biases. Learners have no tracker."""

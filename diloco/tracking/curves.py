@@ -1,7 +1,7 @@
 """Turn what was read from a run into the points of its curves. Does no input or output.
 
 The x axis is trained tokens for held-out loss, and the round for merges; a round is a version that every fragment has
-reached. Redis and the tape have both from the run's start. The present values (rates, fates of tokens, learners) are
+reached. Redis and the tape have both from the run's start. The current values (rates, fates of tokens, learners) are
 drawn at the trained tokens of the poll that read them, and are not known for the time before the first poll.
 """
 
@@ -33,7 +33,7 @@ def evaluations(poll: Poll) -> list[Point]:
 
 
 def now(reading: Reading, poll: Poll) -> list[Point]:
-    """Return the present values at a poll: tokens by fate, rates, each live learner, bytes of Redis.
+    """Return the current values at a poll: tokens by fate, rates, each live learner, bytes of Redis.
 
     There are none before the first step. `poll` must be the last one that `reading` has seen.
     """

@@ -119,11 +119,11 @@ class Writer:
     def see(self, poll: Poll) -> None:
         """Write the points that are new at a poll.
 
-        The present values are held back until a poll has more trained tokens: of several polls at the same number of
+        The current values are held back until a poll has more trained tokens: of several polls at the same number of
         tokens only the last one is written.
 
         Raises:
-            UsageError: the run is another one than before (`Notes.check`).
+            UsageError: the run is a different one from before (`Notes.check`).
         """
         self._notes.check(poll.origin_s)
         self._notes.put("evaluations", evaluations(poll), self._tracker)
@@ -135,7 +135,7 @@ class Writer:
         self._now = new or self._now
 
     def end(self) -> None:
-        """Write the present values that are held back."""
+        """Write the current values that are held back."""
         self._notes.put("now", self._now, self._tracker)
 
 

@@ -29,7 +29,7 @@ class Tracker(Protocol):
     """A place that keeps curves."""
 
     on_disk: bool
-    """True if points are on disk when `put` returns; else they are when `close` returns."""
+    """True if points are on disk when `put` returns; otherwise they are when `close` returns."""
 
     def put(self, points: Sequence[Point]) -> None:
         """Add points."""

@@ -119,7 +119,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
 
 
 def acl_command(run: str, user: str) -> str:
-    """Return the command that makes the users of a run anew, with `user` among them."""
+    """Return the command that recreates the users of a run, with `user` among them."""
     kind, _, learner_id = user.partition("-")
     named = f" --learner {learner_id}" if kind == SHARED_LEARNER and learner_id else ""
     return (

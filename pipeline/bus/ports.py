@@ -41,7 +41,7 @@ class Clock(Protocol):
         """Return monotonic seconds (the event loop's time)."""
 
     def unix(self) -> float:
-        """Return wall-clock seconds, for people and other machines only."""
+        """Return wall-clock seconds, only for display and for other machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +176,8 @@ class Reports(Keyed, Protocol):
     async def put_back_report(self, seen: SeenReport) -> None:
         """Restore a report that the bus has lost, with its age.
 
-        A restored report is no sign of life and does not hold the learner's id. A report of the same incarnation that
-        is on the bus is kept.
+        A restored report is not a sign of life and does not hold the learner's id. A report of the same incarnation
+        that is on the bus is kept.
         """
 
     async def read_reports(self) -> list[SeenReport]:
@@ -430,7 +430,7 @@ class WorkQueue(Keyed, Protocol):
         """Take a shard, with its last saved position; return None if there is none to take.
 
         The order is: first a shard that the consumer holds without knowing it (the answer to its claim was lost), then
-        the oldest shard whose holder is gone, then the next that nobody holds. A holder is gone when it has released
+        the oldest shard whose holder is gone, then the next unheld one. A holder is gone when it has released
         its shards, or has not reported for `silent_s` by the server's clock. A holder that never reported is gone once
         it has held the shard for that long. An unreadable entry is returned as a shard without blocks; remove it with
         `finish_shard`.

@@ -308,7 +308,7 @@ def replaced_by(of: Published, named: Sequence[bytes]) -> tuple[list[str], str]:
 
     Args:
         of: the payloads that the head will name.
-        named: the head's present values of the fields `NAMED`.
+        named: the head's current values of the fields `NAMED`.
 
     Returns:
         Keys of global and rest, which live on for a while because learners may be pulling them; and the key of the old

@@ -242,7 +242,7 @@ def role(server: Server) -> Finding:
 def replicas(server: Server) -> Finding:
     """Check that the server refuses writes once it is cut off from its replicas, and that it is not cut off now.
 
-    A primary that goes on while one of its replicas has been promoted accepts writes that are lost later.
+    A primary that keeps serving while one of its replicas has been promoted accepts writes that are lost later.
     """
     if server.cut_off:
         return error(
@@ -320,7 +320,7 @@ def coverage(server: Server) -> Finding:
 
 
 def warnings(nodes: Sequence[Server]) -> Iterator[str]:
-    """Yield the problems to mend while a run goes on, except `fill`, which depends on the run.
+    """Yield the problems that can be fixed while the run continues, except `fill`, which depends on the run.
 
     If no primary of a cluster has a replica, that is taken to be intended: only the doctor mentions it.
     """

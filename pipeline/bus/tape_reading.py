@@ -1,4 +1,4 @@
-"""Continuous reading of tapes, also across a failover. asyncio.
+"""Continuous reading of tapes, even across a failover. Runs on asyncio.
 
 A server that takes over may lack entries that its predecessor had acknowledged, and its clock may be behind. Then new
 entries have lower ids than the last one read, and a reader that continues from its cursor never sees them. It need not

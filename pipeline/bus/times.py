@@ -11,9 +11,9 @@ class BusTimes:
     connect_s: float = 5.0  # opening a connection: several lost packets are sent again within it
     silent_s: float = 10.0  # a connection whose peer acknowledges nothing is lost: a failed machine sends no FIN or RST
     call_s: float = 10.0  # one call: only a server that hangs takes as long; what must be known sooner has other limits
-    payload_call_s: float = 60.0  # one call that moves chunks, over a slow line
+    payload_call_s: float = 60.0  # one call that moves chunks, over a slow link
     block_s: float = 1.0  # a blocking read of what is not there yet; it adds to the call's limit
-    poll_s: float = 0.2  # between two looks where no read can block: at streams in several slots, for a new primary
+    poll_s: float = 0.2  # between two polls where no read can block: of streams in several slots, for a new primary
     warn_s: float = 60.0  # between two warnings of the same event, at least
 
     # Nodes: sentinels' primaries, and those of a cluster.

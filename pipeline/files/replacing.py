@@ -12,7 +12,7 @@ Part = bytes | memoryview
 
 
 def replace(path: Path, parts: Iterable[Part]) -> None:
-    """Write a file atomically: a temporary file beside it is written and synced, then takes its place.
+    """Write a file atomically: a temporary file next to it is written and synced, then takes its place.
 
     Raises:
         OSError: the file cannot be written; the previous one is unchanged.

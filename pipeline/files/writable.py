@@ -57,7 +57,7 @@ def try_folder(path: Path, *files: str) -> None:
 
 
 def error_text(error: OSError) -> str:
-    """Return what is wrong, for people; if the file belongs to another user, with a remedy."""
+    """Return a readable error; if the file belongs to another user, with a remedy."""
     theirs = isinstance(error, PermissionError) and isinstance(error.filename, str)
     return str(denied(Path(error.filename)) if theirs else error)
 

@@ -22,7 +22,7 @@ from diloco.pipeline.messages.wire import (
 
 
 class WindowView(Message):
-    """The state of a fragment's window as its owner last published it, for learners and for people."""
+    """The state of a fragment's window as its owner last published it, for learners and for display."""
 
     state: Literal["idle", "collecting", "grace", "uploading", "merging"]
     attempt: Count
@@ -39,7 +39,7 @@ class WindowView(Message):
     """The shorter duration of the owner's last two merges of the fragment, so that a single delay does not count; 0
     until it has made two."""
     outer_s: Seconds = 0.0
-    """Like `merge_s`, of sum and outer step alone; until the owner has made two, an estimate for the fragment's
+    """Like `merge_s`, but only sum and outer step; until the owner has made two, an estimate for the fragment's
     matrices (`outer_cost`)."""
 
 

@@ -48,7 +48,7 @@ class MomentsOffer(Message):
         tuple[Annotated[tuple[FiniteFloat, ...], Field(max_length=MAX_TENSORS, fail_fast=True)], ...],
         Field(max_length=MAX_STATE_NAMES, fail_fast=True),
     ]
-    """For each name in `kind.numbers`, one value per tensor, in the spec's order."""
+    """One value per tensor for each name in `kind.numbers`, in the spec's order."""
     steps: Count
     """Inner steps of the donor's incarnation."""
     began_unix_s: UnixSeconds

@@ -214,7 +214,7 @@ class RunState(Message):
 
         Args:
             known: the state as that party last saw it; None if it has seen none.
-            name: of the run.
+            name: the run's name.
             has: what that party has of the known run, in words for the message.
 
         Raises:
@@ -230,5 +230,5 @@ class RunState(Message):
             )
 
     def same_part(self, other: "RunState") -> bool:
-        """Return whether both states are of one run that was neither extended nor begun anew in between."""
+        """Return whether both states are of one run that was neither extended nor started from scratch in between."""
         return (self.started_unix_s, self.budget_tokens) == (other.started_unix_s, other.budget_tokens)

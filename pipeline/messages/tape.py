@@ -97,7 +97,7 @@ class Committed(Message):
         unix_s: float,
         began_unix_s: float | None = None,
     ) -> "Committed":
-        """Return the record of a version that no merge made: initial parameters, a checkpoint, or a restored head."""
+        """Return the record of a version without a merge: initial parameters, a checkpoint, or a restored head."""
         return cls(
             fragment=fragment,
             version=version,
@@ -150,7 +150,7 @@ class Rejected(Message):
         """Return the record of a refused delta.
 
         Args:
-            header: of the delta; None if its bytes did not decode.
+            header: the delta's header; None if its bytes did not decode.
             head: (fragment, version).
             lost_tokens, reason, detail, unix_s: see the fields; the detail is cut to 500 characters.
         """

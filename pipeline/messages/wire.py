@@ -3,7 +3,7 @@
 The messages are in the neighbouring modules, by subject: `spec`, `delta`, `payload`, `head`, `run`, `tape`, `moments`
 and `shards`. They are frozen. Every bound on a peer's input is a field constraint there. A message is encoded as the
 msgpack of its field dict; `codec.encode` and `codec.decode` are the only way in and out. Units are in the names.
-Digests are xxh3-128 (16 bytes): they protect integrity, but are no defence against forgery.
+Digests are xxh3-128 (16 bytes): they protect integrity, but do not protect against forgery.
 """
 
 import math
@@ -24,7 +24,7 @@ def spoken(said: object) -> object:
     """Return `said` if it is the wire format of this build.
 
     Raises:
-        OtherFormat: it is another one; the message names both and how the run can go on.
+        OtherFormat: it is a different one; the message names both, and how the run can continue.
     """
     if type(said) is not int or said != FORMAT:
         raise OtherFormat(
@@ -45,10 +45,10 @@ MAX_TEXT_CHARS = 512
 MAX_CHUNKS = 10**6
 # Upper bound on a sync interval, and on tau (the steps during which a sync may run in the background).
 MAX_STEPS = 10**6
-# Longest lease: everything that a syncer holds expires within this time unless it is prolonged.
+# Longest lease: everything that a syncer holds expires within this time unless it is renewed.
 MAX_LEASE_S = 3600
 MAX_CHUNK_BYTES = 16 * 2**20
-# Upper bound on what an encoded chunk has besides its data.
+# Upper bound on what an encoded chunk has in addition to its data.
 CHUNK_EXTRA_BYTES = 256
 
 # Format of a delta's elements: floats, or quantized (`quantize`). Momentum is always fp32.
@@ -58,7 +58,7 @@ Codec = Literal["bf16", "fp32", "int8", "int4"]
 GlobalCodec = Literal["fp32", "bf16"]
 
 MAX_NAME_CHARS = 64
-# Names become folders and log files: a name of dots alone ("..") would point outside the folder meant for it.
+# Names become folders and log files: a name of only dots ("..") would point outside the folder meant for it.
 PARTY = r"[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*"
 PartyId = Annotated[str, Field(pattern=f"^{PARTY}$", max_length=MAX_NAME_CHARS)]
 
@@ -76,7 +76,7 @@ def party_name(name: str) -> str:
     return name
 
 
-# A `PartyId` given by a user: it has the same rules, with an error message for people.
+# A `PartyId` given by a user: it has the same rules, with a readable error message.
 PartyName = Annotated[str, AfterValidator(party_name)]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
 Digest = Annotated[bytes, Field(min_length=16, max_length=16)]

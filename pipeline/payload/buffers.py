@@ -52,7 +52,7 @@ class Buffers:
         self._free: list[_Piece] = []
         """Free pieces, in the order in which they were released."""
         self._back: deque[_Piece] = deque()
-        """Pieces released by finalizers, which may run at any point, also while this thread holds the lock. So they
+        """Pieces released by finalizers, which may run at any point, even while this thread holds the lock. So they
         take no lock and only append here, which is atomic; `empty` collects the pieces."""
         self._lock = threading.Lock()
         self._held = self._peak = 0

@@ -203,7 +203,7 @@ Grown = Callable[[], object]
 
 
 def do_nothing() -> None:
-    """Do nothing: nobody waits for the payload to grow."""
+    """Do nothing; for a payload whose growth is not awaited."""
 
 
 class Payload:
@@ -383,7 +383,7 @@ class PayloadReader:
             raise BadPayload("the payload does not match the digest of all its chunks")
 
     def _decoded(self, encoded: bytes, size: int) -> tuple[bytes, bytes, bytes | None]:
-        """Return data, digest and total of a chunk in another layout than ours; raise if it is not the next one."""
+        """Return data, digest and total of a chunk in a different layout; raise if it is not the next one."""
         try:
             chunk = decode(Chunk, encoded, self.chunk_bytes + CHUNK_EXTRA_BYTES)
         except BadMessage as error:

@@ -43,7 +43,7 @@ _SIDE, _PRODUCTS = 512, 6
 
 
 def product_speed() -> Speed:
-    """Measure how fast numpy multiplies matrices here, on its present threads, in about 20 ms of a core.
+    """Measure how fast numpy multiplies matrices here, on its current threads, in about 20 ms of a core.
 
     The fastest of a few products counts: the first one starts threads and touches its memory for the first time.
     """

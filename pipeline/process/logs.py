@@ -10,7 +10,7 @@ import structlog
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.output import outlive_errors_reader
 
-# Events of `outage_event`. Each task of a party meets an outage by itself and retries several times a second, so the
+# Events of `outage_event`. Each task of a party meets an outage on its own and retries several times per second, so the
 # same line would be repeated very often.
 OUTAGES = frozenset({"bus_unavailable", "bus_full", "scripts_missing"})
 # A line about a continuing outage is repeated at most this often.

@@ -84,6 +84,6 @@ def outlive_readers(refuge: Path | None = None) -> None:
 
 
 def outlive_errors_reader() -> None:
-    """Do the same for `sys.stderr` alone, in a command whose standard output only matters to its reader."""
+    """Do the same only for `sys.stderr`, in a command whose standard output only matters to its reader."""
     if sys.stderr is sys.__stderr__:
         sys.stderr = _lasting(sys.stderr, 2)

@@ -45,7 +45,7 @@ class GrowingGlobal:
     """Payloads of a new version, which can be uploaded while its values are written from front to back."""
 
     def __init__(self, values: Float32, momentum: Float32 | None, sync: SyncSpec, grown: Grown = do_nothing) -> None:
-        """Allocate what the payloads need besides these arrays.
+        """Allocate what the payloads need in addition to these arrays.
 
         Args:
             values: (elements,) exact values, to be written.
@@ -146,7 +146,7 @@ async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offloa
     Raises:
         BadPayload: as in `pull_shown`.
     """
-    # Of many fragments that are read at once, each holds at most one half besides its values.
+    # Of many fragments that are read at once, each holds at most one half in addition to its values.
     values = await pull_shown(bus, head, elements, sync, offload)
     if sync.global_codec == "bf16":
         rest = await pull(bus, head.rest, elements, "bf16", sync.chunk_bytes)  # 16 bits of any kind: this is the size

@@ -7,7 +7,7 @@ As integers, bits = (high << 16) + low modulo 2^32, with low as a signed number,
 even: then the tie above an even number and the one below it would both become that number, which makes 65537 floats,
 one more than 16 bits can tell apart. Values from 3.396e38 on, which are finite in float32, round to infinity.
 
-A reader of `high` alone has the values to 8 bits in half of the bytes. A reader of both has them exactly, in as many
+A reader of only `high` has the values to 8 bits in half of the bytes. A reader of both has them exactly, in as many
 bytes as the float32 vector.
 """
 

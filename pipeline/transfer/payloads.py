@@ -1,4 +1,4 @@
-"""Transfer of payloads over the bus in bounded pieces: never one huge value, never a huge pipeline. asyncio."""
+"""Transfer of payloads over the bus in bounded pieces: never one huge value, never a huge pipeline. Runs on asyncio."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -9,7 +9,7 @@ fragment only; reports divide by the model's elements at the end. For one incarn
 `trained`, `overwritten` and `published` are from its last report; `merged` and `rejected` are from the tape; `offered`
 are the headers still on the streams. The remainders of the two lines, `unpublished` and `missing`, are explained as:
 
-    rejected     as on the tape; and `missing`, if refusals became so many that the tape stopped listing them
+    rejected     as on the tape; and `missing`, if there were too many refusals for the tape to list
     pending      offered; and the remainders of a live learner, which it may still publish
     died         lost with a learner that was killed, or with the last second of a bus that came back without it
     unaccounted  anything else: more published than trained, more merged than published, or a remainder of a learner
@@ -90,7 +90,7 @@ class Account:
 def surviving(
     records: Iterable[TapeRecord], heads: Iterable[tuple[int, int, bytes]] = ()
 ) -> tuple[list[Committed], bool]:
-    """Return the merges that are part of the present history, and whether the bus lost any.
+    """Return the merges that are part of the current history, and whether the bus lost any.
 
     When a server was replaced while parties still wrote to the old one, records of both histories are interleaved on
     the tape. So the merges that lead to a head are followed backwards from it. Only where a head is unknown, the order
@@ -120,7 +120,7 @@ def surviving(
         elif isinstance(record, Committed):
             there = histories.setdefault(record.fragment, {}).get(record.version)
             made_as = record.fragment, record.version, record.digest
-            # A repeated record without a base is of a syncer that put the version back, which is no merge.
+            # A repeated record without a base comes from a syncer that put the version back, which is not a merge.
             if record.base_digest is not None or made_as not in made:
                 made[made_as] = record
             put_back = there is not None and record.base_digest is None and record.digest == there.digest

@@ -32,7 +32,7 @@ class LedgerInputs:
 
 
 async def read_ledger_inputs(bus: Bus, fragments: int, live_s: float, gone: Collection[str] = ()) -> LedgerInputs:
-    """Read the present state of the bus's run.
+    """Read the current state of the bus's run.
 
     Read the tape first: then each merge on the tape is also in a head.
 

@@ -82,7 +82,7 @@ class MergedShare(TypedDict):
 def shares(samples: Sequence[Sample], now: Sample, pending: int = 0) -> MergedShare:
     """Return all three shares.
 
-    samples: written by the lead, oldest first. now: present time and totals.
+    samples: written by the lead, oldest first. now: current time and totals.
     """
     _, trained, merged = now
     recent, recent_s = recent_share(samples, now)

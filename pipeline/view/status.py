@@ -3,7 +3,7 @@
 `status_reader` reads the input from the bus. Tokens are accounted for over the whole model: tokens = merged +
 overwritten + rejected + died + pending. The first three are counted where they happen; the rest is training that was
 not merged. What a silent learner had not published "died" with it. Whether something that was published and not merged
-was lost cannot be told without the tape. So as long as the run goes on it is "pending", like everything that a live
+was lost cannot be told without the tape. So as long as the run continues it is "pending", like everything that a live
 learner may still publish. Once the run is finished nothing more can come, and the rest "died" (or was lost before this
 part of a resumed run began). The report reads the tape, and is exact (`pipeline.view.ledger`).
 """
@@ -119,7 +119,7 @@ class OuterStep(TypedDict):
     outer_s: float
     room_s: float
     share: float
-    """Share of the room; above 1 the step does not fit."""
+    """Share of the available time; above 1 the step does not fit."""
 
 
 class TokensLost(TypedDict):
@@ -202,7 +202,7 @@ def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
 
 
 def speed(learners: list[LearnerStatus]) -> float:
-    """Return the tokens per second of all live learners. Only a learner's present incarnation counts."""
+    """Return the tokens per second of all live learners. Only a learner's current incarnation counts."""
     return sum(one["tokens_per_s"] for one in present(learners) if one["live"])
 
 

@@ -38,7 +38,8 @@ async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
 def as_heard(
     reports: Sequence[SeenReport], info: BusInfo, live_s: float, answers_s: float = math.inf
 ) -> list[SeenReport]:
-    """Return reports with their ages reduced by the time in which nobody could write, which does not count as silence.
+    """Return reports with their ages reduced by the time in which no learner could write, which does not count as
+    silence.
 
     That time lasts from the last report until the bus accepted writes again; it counts only if no report has come
     since.

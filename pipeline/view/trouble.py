@@ -48,7 +48,7 @@ class EventFacts:
 
 
 def changed(told: EventFacts, now_s: float) -> str:
-    """Return a warning if Redis failed over or was restarted lately, else "". `now_s` is in Unix seconds."""
+    """Return a warning if Redis failed over or was restarted lately, otherwise "". `now_s` is in Unix seconds."""
     if not told.changes:
         return ""
     times, last_s = len(told.changes), max(0.0, now_s - max(told.changes))
@@ -91,7 +91,7 @@ def without_scripts(learners: Iterable[str]) -> str:
 def awaited(
     spec: Spec | None, state: RunState | None, syncers: Mapping[str, str] | None, live: int, takes_writes: bool = True
 ) -> str:
-    """Return what a run waits for if it has not begun or nobody works on it, else "".
+    """Return what a run is waiting for if it has not begun or no party works on it, otherwise "".
 
     takes_writes: whether the bus accepts writes. If it does not, no party can report that it is there.
     """
@@ -104,7 +104,7 @@ def awaited(
 
 
 def stray_leases(syncers: Mapping[str, str] | None, holders: Sequence[str | None]) -> str:
-    """Return a warning about leases held by none of the present syncers; "" if there are none, or no syncers."""
+    """Return a warning about leases held by none of the current syncers; "" if there are none, or no syncers."""
     found = {p: holder for p, holder in enumerate(holders) if holder not in (None, *(syncers or ()))} if syncers else {}
     if not found:
         return ""
@@ -116,7 +116,7 @@ def stray_leases(syncers: Mapping[str, str] | None, holders: Sequence[str | None
 
 
 def unreachable(away: Iterable[int]) -> str:
-    """Return a warning about the fragments `away`, whose server of a bus with several does not answer; else ""."""
+    """Return a warning about the fragments `away`, whose server of a bus with several does not answer; otherwise ""."""
     named = ", ".join(map(str, sorted(away)))
     if not named:
         return ""

@@ -228,7 +228,7 @@ def _whole(run: Place) -> list[str]:
 def newest_of_run(place: Place, run: str) -> Checkpoint | None:
     """Return a run's newest checkpoint in a place; None if there is none.
 
-    If several runs of this name have saved there, the one that began last counts. Only the manifest is checked yet.
+    If several runs of this name have saved there, the run that began last counts. Only the manifest is checked yet.
 
     Raises:
         UsageError: it is damaged, or the place cannot be read.
@@ -252,7 +252,7 @@ def _only(runs: list[Place], place: Place) -> Place:
 
 def _newest(directory: Place) -> Place:
     latest, before = read_latest(directory), None
-    while latest != before:  # if it changed, newer ones were saved meanwhile and the first look's was dropped
+    while latest != before:  # if it changed, newer ones were saved meanwhile and the listed one was dropped
         name = next(iter(latest), "")
         names = {one for one in directory.names() if one.startswith(CHECKPOINT)}
         if name in names and STATE_FILE in directory.below(name).names():
@@ -350,7 +350,7 @@ def is_of(folder: Place, heads: Iterable[tuple[int, int, bytes]]) -> bool:
 
 
 def known_elements(checkpoint: Checkpoint) -> tuple[int, int, int]:
-    """Return the token-elements merged, overwritten and rejected up to the checkpoint, in all parts of its run."""
+    """Return the token-elements merged, overwritten and rejected up to this checkpoint, across all restarts."""
     state = checkpoint.state
     parts = [(f.elements, one) for f, one in zip(checkpoint.layout.fragments, checkpoint.fragments, strict=True)]
     return (

@@ -1,7 +1,7 @@
 """Files of a checkpoint, and which of several checkpoints are kept. Pure.
 
     <place>/<run>-<when it began>/              the run's own folder: it has no other run's checkpoints
-      latest                                    text: names of the kept checkpoints, one a line, the newest first
+      latest                                    text: names of the kept checkpoints, one per line, the newest first
       checkpoint-<tokens>-<nonce>/              one checkpoint
         fragment-<id>-<version>-<digest>.safetensors   `globals`, and the outer `momentum` unless it is all zeros:
                                                 float32 (elements,), in which the layout says where tensors lie
@@ -97,7 +97,7 @@ def kept_names(before: Sequence[str], new: str) -> tuple[list[str], list[str]]:
 
 
 def may_be_left(name: str) -> bool:
-    """Return whether a killed syncer may have left a folder or temporary file of this name, and nobody else."""
+    """Return whether a killed syncer may have left a folder or temporary file of this name, and no other program."""
     return _LEFT.fullmatch(name) is not None
 
 

@@ -45,7 +45,7 @@ WORDS: Final[Mapping[str, str]] = {
 
 
 class Place(Protocol):
-    """A folder on a disk or in a store. Its calls block, and raise OSError with a message for people."""
+    """A folder on a disk or in a store. Its calls block, and raise OSError with a readable message."""
 
     def below(self, name: str) -> "Place":
         """Return the folder of this name in it, whether or not it exists."""
@@ -244,7 +244,7 @@ class Store:
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
-        """Turn any exception of the store's client into an OSError with a message for people."""
+        """Turn any exception of the store's client into an OSError with a readable message."""
         try:
             yield
         except FileNotFoundError as error:

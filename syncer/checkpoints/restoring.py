@@ -49,7 +49,7 @@ async def restore_checkpoint(
         syncer: the caller's name, for the tape.
         clock: gives the times on the tape.
         offload: reads files, and runs heavy work.
-        finished: True if the run is to stay finished, as it was saved.
+        finished: True if the run should stay finished, as it was saved.
 
     Raises:
         UsageError: the run was started before, with another spec or values; or a file is damaged.

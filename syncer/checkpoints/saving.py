@@ -1,7 +1,8 @@
 """Saving a checkpoint (asyncio): the syncers save its fragments, and the lead then writes the manifest.
 
-Fragments are read one after the other. Like those of a learner that joins, their versions are no consistent cut unless
-the run is finished. Each fragment is consistent in itself and checked by its digest. Only one is in memory at a time.
+Fragments are read one after the other. Like those of a learner that joins, their versions are not a consistent cut
+unless the run is finished. Each fragment is consistent in itself and checked by its digest. Only one is in memory at a
+time.
 """
 
 import asyncio
@@ -97,7 +98,7 @@ async def begin_checkpoint(place: Place, name: str, leftovers: Leftovers, offloa
     Args:
         place: the run's folder.
         name: of the checkpoint.
-        leftovers: compares this look at the place with the looks before.
+        leftovers: compares this listing of the place with earlier ones.
         offload: runs blocking work.
 
     Raises:
@@ -141,7 +142,7 @@ async def finish_checkpoint(
 
 
 async def _remove_on_failure(offload: Offload, place: Place, name: str, work: Awaitable[T]) -> T:
-    """Return the result of work on a checkpoint; if it fails, remove what is there of the checkpoint."""
+    """Return the result of work on a checkpoint; if it fails, remove what was written."""
     try:
         return await work
     except BaseException:
@@ -180,7 +181,7 @@ async def _run_to_completion(offload: Offload, write: Callable[..., T], *args: o
 
 
 async def save_fragment(bus: Bus, spec: Spec, folder: Place, fragment: int, offload: Offload) -> None:
-    """Write a fragment's present version into a checkpoint.
+    """Write a fragment's current version into a checkpoint.
 
     Raises:
         UsageError: it has no version yet.
@@ -249,7 +250,7 @@ def _tensors(vectors: Mapping[str, Float32]) -> dict[str, Tensor]:
 
 
 async def run_state(bus: Bus) -> RunState:
-    """Return the run's state with the present number of tokens.
+    """Return the run's state with the current number of tokens.
 
     Raises:
         UsageError: the run has no state yet.
@@ -257,7 +258,7 @@ async def run_state(bus: Bus) -> RunState:
     run = await bus.read_state()
     if run is None:
         raise UsageError("the run has no state yet: there is nothing to save")
-    # The state is written a few times a second; the reports are newer.
+    # The state is written a few times per second; the reports are newer.
     reported = sum(seen.report.tokens for seen in await bus.read_reports() if seen.counts_in(run))
     return run.model_copy(update={"tokens": min(MAX_TOKENS, max(run.tokens, run.base_tokens + reported))})
 
@@ -368,7 +369,7 @@ def read_latest(place: Place) -> list[str]:
 
 
 def drop_leftovers(place: Place, leftovers: Leftovers) -> None:
-    """Remove what killed writers left, as far as the looks so far can tell it.
+    """Remove what killed writers left, as far as can be told from the listings so far.
 
     Raises:
         OSError: the place cannot be read.

@@ -1,4 +1,4 @@
-"""Agreement of each delta of a window with the direction of the others, for people who watch the run. Pure."""
+"""Agreement of each delta of a window with the direction of the others, for display. Pure."""
 
 from collections.abc import Sequence
 

@@ -29,7 +29,7 @@ ABSURD_NORM_FACTOR = 100.0
 MIN_RMS = 0.01
 # With fewer merges than this there is no median to judge by, however many learners took part. The first deltas of a run
 # hold one step at a learning rate that still warms up. They are thousands of times shorter than all later ones, which
-# would be refused for ever.
+# would be refused forever.
 MERGES_NEEDED = 4
 
 
@@ -71,7 +71,7 @@ class Merged:
     """See `Head.norms`."""
     norm: float
     directions: Float64
-    """See `merge.Reduced`, also for `norm`."""
+    """See `merge.Reduced`, including for `norm`."""
     orthogonal: Float32 | None = None
     """See `outer.Stepped.orthogonal`."""
     finite: bool = True

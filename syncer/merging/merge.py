@@ -2,7 +2,7 @@
 
 The norms of deltas are measured here too, block by block while they come in.
 
-A merge rule is a class here with a line in `RULES`. Beside it `algorithm` has a plain function with a line in
+A merge rule is a class here with a line in `RULES`. In addition, `algorithm` has a plain function with a line in
 `MERGE_RULES`, which defines the rule, and `wire` has its name. `test_algorithm.py` reports which part of a new rule is
 missing, and compares its class with its function.
 
@@ -132,9 +132,9 @@ def rebase(layout: FragmentLayout, delta: Vector, theta: Float32, before: Float3
     It computes theta - before and then adds delta: single float32 operations, so the same bits on every machine.
 
     Args:
-        layout: of the fragment.
+        layout: the fragment's layout.
         delta: (elements,) from the version before, in any codec.
-        theta, before: (elements,) values of the present version and of the one before.
+        theta, before: (elements,) values of the current version and of the one before.
     """
     found, scratch = pooled(layout.elements, np.float32), np.empty(min(BLOCK, layout.elements), np.float32)
     norms = DeltaNorms(layout)

@@ -209,7 +209,7 @@ def matrix_blocks(
 ) -> Iterator[int]:
     """Take one outer step: `b = mu*b + D; theta -= lr*O(D + mu*b)`, where O orthogonalises each matrix.
 
-    O keeps the Frobenius length of a matrix. For a tensor that is no matrix O(x) = x, as in `NesterovStep`.
+    O keeps the Frobenius length of a matrix. For a tensor that is not a matrix O(x) = x, as in `NesterovStep`.
 
     Args:
         layout: says which tensors are matrices.
@@ -261,7 +261,7 @@ class State(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """Outcome of an earlier step that a replay follows, where the machine's libraries choose an order of summation."""
+    """Results of an earlier step that a replay reuses, since their summation order depends on the machine."""
 
     directions: Float64
     """(tensors,): `merge.Reduced.directions`."""
@@ -295,7 +295,7 @@ class OuterStep:
         before: State,
         grown: Grown = do_nothing,
     ) -> None:
-        """Allocate what the step writes, besides the sum's memory.
+        """Allocate what the step writes, in addition to the sum's memory.
 
         Args:
             total: has the first of the contributions, or none; overwritten by the step.

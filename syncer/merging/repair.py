@@ -45,7 +45,7 @@ class Repair:
         """When the next check is due."""
 
     async def look(self, head: Head, fragment: FragmentState) -> Head:
-        """Check that the payloads that a head names are there, and publish them again if not; return the present head.
+        """Check that the payloads that a head names are there, and publish them again if not; return the current head.
 
         Args:
             head: as this owner knows it.
@@ -144,13 +144,13 @@ def adopted(watch: RunWatch, fragment: int) -> int:
 async def say_rewound(
     bus: Bus, clock: Clock, nonce: str, at: tuple[int, int, bytes], view: WindowView, was: int
 ) -> bool:
-    """Record on the tape that a fragment was rewound, if it had at least its present version before.
+    """Record on the tape that a fragment was rewound, if it had at least its current version before.
 
     Args:
         bus, clock: the owner's.
         nonce: of the owner's lease.
-        at: fragment, version and digest of the present head.
-        view: of the fragment's window.
+        at: fragment, version and digest of the current head.
+        view: the state of the fragment's window.
         was: the version that the fragment had before, as far as known; -1 if none is known.
 
     Returns:

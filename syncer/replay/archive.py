@@ -57,7 +57,7 @@ class TapeArchive:
             bus: the run's tapes.
             groups: number of tapes.
             directory: where the files are; may be shared with other writers.
-            writer: hex digits that no other writer has, including an earlier life of this syncer.
+            writer: hex digits unique to this writer, even compared with an earlier life of this syncer.
             trims: returns whether this syncer trims the tapes.
             offload: writes files.
 

@@ -1,4 +1,4 @@
-"""Writing to a disk that may hang, such as a network file system, with a limit on every wait. asyncio."""
+"""Writing to a disk that may hang, such as a network file system, with a limit on every wait. Runs on asyncio."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Disk:
     async def do(self, work: Callable[..., object], *args: Any) -> None:
         """Run `work` in its turn.
 
-        Work that is given up after it has begun goes on in its thread. Until it ends, other work is refused at once.
+        Work that is given up after it has begun continues in its thread. Until it ends, other work is refused at once.
 
         Raises:
             TimeoutError: the work was not done within `disk_s` (a subclass of OSError).

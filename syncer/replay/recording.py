@@ -131,7 +131,7 @@ class Recorder:
         Args:
             directory: where the recording is; may be shared with other syncers of the same run.
             spec: the run's spec.
-            writer: hex digits that no other syncer has, since two may merge the same version (one is committed).
+            writer: hex digits that are unique to this syncer, since two may merge the same version (one is committed).
             offload: writes files.
 
         Raises:
@@ -228,7 +228,7 @@ def read_spec(directory: Path) -> Spec:
     """Return the recorded run's spec.
 
     Raises:
-        UsageError: the folder is no recording.
+        UsageError: the folder is not a recording.
         BadMessage: the spec is damaged, or of another wire format.
     """
     try:

@@ -13,8 +13,8 @@ For each merge on the tape these are compared:
   version. So are the values of the version before, if the tape says that a stale delta was rebased.
 
 Values go from one replayed version to the next, along base digest -> digest. So a history that a rewind replaced is
-replayed beside its replacement. The values start from recorded globals; a recorded global of a replayed version must be
-equal to it. After a merge that cannot be repeated, the replay continues at the next recorded global.
+replayed in addition to its replacement. The values start from recorded globals; a recorded global of a replayed version
+must be equal to it. After a merge that cannot be repeated, the replay continues at the next recorded global.
 
 An incomplete tape is a difference too. It is recognised by a fragment without records, by a base or a checkpoint's
 version that is not on the tape, and by recorded merges after the tape's end from which others were made: a merge that
@@ -144,7 +144,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
     """Make one merge again and compare it with the tape.
 
     Args:
-        layout: of the fragment.
+        layout: the fragment's layout.
         sync: how the run synchronised.
         base: replayed values of the version that was merged into.
         recorded: the inputs of the merge.
@@ -240,11 +240,11 @@ def replay(
         tape: the run's commits, by time; they are of several histories if the bus was ever rewound.
         progress: called with the number of merges that were done since the last call.
         saved: (fragment, version, digest) of a checkpoint of the run; the tape must have them.
-        before: the recording's files before the tape was read (`list_recording`), for a run that may go on: merges in
-            later files need not be on the tape. None: all files count. Merges that the bus refused never need to be.
+        before: the recording's files before the tape was read (`list_recording`), for a run that may continue: merges
+            in later files need not be on the tape. None: all files count. Merges that the bus refused never need to be.
 
     Raises:
-        UsageError: `directory` is no recording.
+        UsageError: `directory` is not a recording.
         BadMessage: its spec is damaged.
         OSError: it cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Recovery of a run's spec, state and reports after the bus has lost them. asyncio.
+"""Recovery of a run's spec, state and reports after the bus has lost them. Runs on asyncio.
 
 Heads are recovered by their owners (`repair`). A bus that came back empty is recognised by its missing state.
 """
@@ -45,12 +45,12 @@ class BusRestorer:
             for name, (seen, seen_s) in self._reports.items()
             if name not in there
         }
-        if len(there) >= REPORTS_LEFT:  # with so many reports the bus drops some itself: none is lost
+        if len(there) >= REPORTS_LEFT:  # beyond this many the bus itself drops reports, so they are not lost
             self._reports, gone = {}, {}
         self._reports |= there
         self._put_back -= there.keys()
         if (lost := gone.keys() - self._put_back) and not await self._agreed.another():
-            with suppress(BusFull):  # the run must go on meanwhile; the next call tries again
+            with suppress(BusFull):  # the run must continue meanwhile; the next call tries again
                 for name in sorted(lost):
                     await self._bus.put_back_report(gone[name])
                 self._put_back |= lost
@@ -61,8 +61,8 @@ class BusRestorer:
         """Return the run's state, or the last known one if the bus has lost it.
 
         In that case the bus may have lost everything, so the owners check their heads, and the spec is put back. If the
-        bus has only lost that the run is to end, the later phase is written again, because learners may have left on
-        account of it. It is not written if the run was extended or begun anew while this syncer saw nothing.
+        bus has only lost that the run should end, the later phase is written again, because learners may have left on
+        account of it. It is not written if the run was extended or started from scratch while this syncer saw nothing.
 
         Raises:
             BusError, SpecMismatch: see `spec`.

@@ -53,7 +53,7 @@ class Checkpoints:
         self._known = asyncio.Event()
         self._leftovers = Leftovers()
         self._seen: str | None = None
-        """The last checkpoint seen in the run's state, "" for none; None before the first look."""
+        """The last checkpoint seen in the run's state, "" for none; None before the first check."""
         self._wanted = asyncio.Event()
         self.begun = self._own = ""
         """The checkpoint that this syncer is saving now as the lead, for the run's state; and the last one it began."""
@@ -81,7 +81,7 @@ class Checkpoints:
                 await self._save(self._served())
 
     def see(self, state: RunState | None) -> None:
-        """Look for a checkpoint that has begun. One that had begun before the first look is ignored."""
+        """Look for a checkpoint that has begun. One that had begun before the first check is ignored."""
         if state is not None:
             self._settle(state)
         name = "" if state is None else state.checkpoint
@@ -186,7 +186,7 @@ class Checkpoints:
     async def _save(self, fragments: Collection[int], told: bool = False) -> bool:
         """Save a checkpoint; return False if that fails, after reporting it in the log and the status.
 
-        The run goes on meanwhile, and `keep` tries again by itself.
+        The run continues meanwhile, and `keep` retries on its own.
 
         Args:
             fragments: the fragments that are this syncer's to save.

@@ -40,7 +40,7 @@ async def finish_run(
 
     Raises:
         BusError: the bus failed; call it again.
-        DilocoError: the run was extended, and goes on.
+        DilocoError: the run was extended, and continues.
     """
     while not stop.is_set():
         state = await bus.read_state() or await bus.write_state(known)

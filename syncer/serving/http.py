@@ -37,10 +37,10 @@ from diloco.syncer.times import TIMES
 # Maximum number of open connections.
 CONNECTIONS = 64
 
-# `follow(last_id)` yields server-sent events after the one of this id, without end (`pipeline.view.page.collector`).
+# `follow(last_id)` yields server-sent events after that with this id, without end (`pipeline.view.page.collector`).
 Follow = Callable[[str], AsyncIterator[bytes]]
 EVENTS = "/page/events"
-# Headers of everything that a browser is to show.
+# Headers of everything that a browser shows.
 SAFE = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -62,7 +62,7 @@ def _is_ours(given: str | None, listens_on: str) -> bool:
     """Return whether a Host header is one that no page from elsewhere can have.
 
     A page whose own name was made to point here (DNS rebinding) sends that name. So these are accepted: no header (no
-    browser leaves it out), any IP address (which is no name), localhost, and the name that this server was told to
+    browser leaves it out), any IP address (which is not a name), localhost, and the name that this server was told to
     listen on; and, if it listens beyond loopback, names without a dot, such as containers have for one another.
     """
     if given is None:

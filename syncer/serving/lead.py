@@ -31,10 +31,10 @@ class Lead:
         """(learner, incarnation) of diverged learners -> the most tokens that they have reported since."""
 
     async def move(self, state: RunState | None, checkpoint: str = "", problem: str = "") -> RunState | None:
-        """Write the state that follows from the present one, and return it; None before the run has parameters.
+        """Write the state that follows from the current one, and return it; None before the run has parameters.
 
         Args:
-            state: the present state; None if the run has none.
+            state: the current state; None if the run has none.
             checkpoint: the checkpoint that this syncer is saving, "" for none.
             problem: see `RunState.problem`.
 
@@ -105,7 +105,7 @@ class Lead:
         return self._waits
 
     async def _counted(self, state: RunState) -> RunState:
-        """Return the state with the present tokens, and in phase draining once they reach the budget."""
+        """Return the state with the current tokens, and in phase draining once they reach the budget."""
         update: dict[str, Any] = {"tokens": max(state.tokens, self._watch.tokens(state))}
         # A report may fall and rise again, while the run's tokens never fall. So tokens that count already are never
         # set aside afterwards.
@@ -123,7 +123,7 @@ class Lead:
         return state.model_copy(update=update)
 
     def _diverged_tokens(self, state: RunState) -> int:
-        """Return the tokens that diverged learners have trained since the last look, which are lost."""
+        """Return the tokens that diverged learners have trained since the last check, which are lost."""
         before, of = self._aside, self._diverged.learners
         reports = [seen.report for seen in self._watch.reports if seen.counts_in(state) and seen.report.learner in of]
         now = {(one.learner, one.incarnation): one.tokens for one in reports}

@@ -108,7 +108,7 @@ class Leases:
             await self._give_back(due)
 
     async def part(self) -> None:
-        """Give each lease back once its owner has stopped, then withdraw this syncer. `keep` must go on meanwhile.
+        """Give each lease back once its owner has stopped, then withdraw this syncer. `keep` must continue meanwhile.
 
         Raises:
             BusError: call it again; leases that are not given back expire.
@@ -186,7 +186,7 @@ class Leases:
                 await self._pause(until - self._clock.now())
 
     async def _pause(self, limit_s: float) -> None:
-        """Wait until an owner that is to stop has stopped, or the time is over."""
+        """Wait until an owner that was told to stop has stopped, or the time is over."""
         if not self._stopping:
             await asyncio.sleep(limit_s)
             return
@@ -246,7 +246,7 @@ class Leases:
             p
             for p, holder in holders.items()
             # A lease that is ours but not in `_held`: the answer to the call that took it was lost. The owner must have
-            # stopped (idle) before it may begin anew.
+            # stopped (idle) before it may begin again.
             if holder in (None, self._nonce) and p not in self._held and self._owners[p].idle.is_set()
         ]
         mine, free = await self._by_memory(free, sharing)
@@ -268,9 +268,9 @@ class Leases:
     async def _by_memory(self, free: list[int], sharing: tuple[int, int, int]) -> tuple[list[int], list[int]]:
         """Split free fragments into those whose lost heads are in memory here, and others that may be taken.
 
-        The first are taken even above the quota, so that their heads are put back before another syncer begins them
-        anew; they are given back afterwards. A fragment without a head that another syncer may have in memory is left
-        to it for `HEADLESS` lease times, and is in neither list.
+        The first are taken even above the quota, so that their heads are put back before another syncer starts them
+        from scratch; they are given back afterwards. A fragment without a head that another syncer may have in memory
+        is left to it for `HEADLESS` lease times, and is in neither list.
         """
         if not free:
             self._headless.clear()

@@ -1,4 +1,4 @@
-"""Retries of background work after outages. asyncio."""
+"""Retries of background work after outages. Runs on asyncio."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar

@@ -65,7 +65,7 @@ class SyncerService:
 
     @property
     def status_at_exit(self) -> int:
-        """Exit status of the process once `run` has returned: 1 if it did not end in order, 75 if its run goes on."""
+        """Exit status of the process once `run` has returned: 1 if it did not end in order, 75 if its run continues."""
         if not self.in_order:
             return 1
         return 0 if self.finished else AGAIN_STATUS
@@ -116,7 +116,7 @@ class SyncerService:
         self.finished = self.serving.finished
 
     async def _context(self, spec: Spec) -> SyncerContext:
-        """Check that the bus has room for the run, and return the context in which it is served."""
+        """Check that the bus has memory for the run, and return the context in which it is served."""
         settings, layout = self.settings, layout_of(spec.tensors)
         self.bus.use_spec(spec)
         await retrying(self.metrics, partial(check_memory, self.bus, layout, spec.sync))
@@ -196,7 +196,7 @@ async def serve(settings: SyncerProcess) -> int:
 
 
 async def _keep_scripts(ensure: Callable[[], Awaitable[None]], metrics: Metrics) -> None:
-    """Keep all Lua scripts loaded on the servers until cancelled, also those that only learners call."""
+    """Keep all Lua scripts loaded on the servers until cancelled, including those that only learners call."""
 
     async def keep() -> None:
         while True:

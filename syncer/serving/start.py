@@ -1,4 +1,4 @@
-"""Start of a syncer (asyncio): the spec that all agree on, a checkpoint to resume, and whether the bus has room."""
+"""Start of a syncer (asyncio): the spec that all agree on, a checkpoint to resume, and whether the bus has memory."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -45,7 +45,7 @@ class BusWarnings:
         self._told: frozenset[str] = frozenset()
 
     def log_new(self, info: BusInfo, *findings: Finding) -> None:
-        """Log those warnings of the server's present state, and of further findings, that are new."""
+        """Log those warnings of the server's current state, and of further findings, that are new."""
         told = {one: one for one in info.warnings} | {one.about: str(one) for one in findings if one.level != "ok"}
         for what in sorted(told.keys() - self._told):
             structlog.get_logger().warning("bus_warning", detail=told[what])
@@ -75,7 +75,7 @@ class OnBus(NamedTuple):
     """True if each fragment has a version."""
     older: bool = False
     """True if a fragment's version is older than in the checkpoint here. Versions are compared and not tokens: the
-    state's tokens are written only a few times a second, and a checkpoint has the present number."""
+    state's tokens are written only a few times per second, and a checkpoint has the current number."""
     newer: bool = False
     """True if a fragment's version is newer than in the checkpoint here."""
 
@@ -104,9 +104,9 @@ def start_mode(
 
     Args:
         on_bus: the run on the bus; None if there is nothing, or only a learner's proposal.
-        saved: the state in the newest checkpoint of a run of this name; None if there is none, or it is to be ignored.
+        saved: the state in the newest checkpoint of a run of this name; None if there is none, or it should be ignored.
         tokens: the budget, if one was given.
-        overwrite: True if checkpoints are to be ignored, because the run begins anew or is another one.
+        overwrite: True if checkpoints should be ignored, because the run starts from scratch or is a different one.
         run: the run's name.
 
     Raises:
@@ -202,7 +202,7 @@ class Start:
         return spec
 
     def _saved(self) -> Checkpoint | None:
-        """Return the newest checkpoint of this run; None if there is none, or if it is to be ignored."""
+        """Return the newest checkpoint of this run; None if there is none, or if it should be ignored."""
         place = self.settings.checkpoint_dir
         if place is None or self.settings.overwrite:
             return None

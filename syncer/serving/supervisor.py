@@ -159,7 +159,7 @@ class Serving:
             task.result()  # a background task ends only by an error
 
     async def _bound(self, stop: asyncio.Event, limit: asyncio.Timeout) -> None:
-        """Bound the shutdown after `stop` by `shutdown_s`, and extend that anew with each fragment that is saved."""
+        """Bound the shutdown after `stop` by `shutdown_s`, and restart that limit with each fragment that is saved."""
         await stop.wait()
         fragment_saved = self._checkpoints.fragment_saved if self._checkpoints else asyncio.Event()
         while True:
@@ -277,7 +277,7 @@ class Serving:
                     await self._bus.add_event(Event(name=REDIS_CHANGED, who="Redis", detail=told_by, unix_s=unix_s))
                 except BusUnavailable:
                     raise
-                except BusError as error:  # no room, or damaged events: not worth a retry
+                except BusError as error:  # no memory, or damaged events: not worth a retry
                     self._log.warning("event_not_told", event_name=REDIS_CHANGED, error=str(error))
             elif await self._bus.read_leases([0]) == [None]:
                 return  # there is no lead now: the next one adds the event
@@ -295,7 +295,7 @@ class Serving:
 
 
 class _Warnings:
-    """Warnings about a running run. Each is logged when it comes up, not at each look."""
+    """Warnings about a running run. Each is logged when it comes up, not at each check."""
 
     def __init__(self) -> None:
         self._quorum, self._slow, self._long = "", False, False
@@ -303,11 +303,11 @@ class _Warnings:
 
     @property
     def slow_from(self) -> float:
-        """Rounds that a merge may take. Once merges were slow, they must fall below half a round (hysteresis)."""
+        """Rounds that a merge may take. Once merges have been slow, they must fall below half a round (hysteresis)."""
         return 0.5 if self._slow else 1.0
 
     def log_new(self, quorum: str, slow: str | None, long: str | None) -> None:
-        """Log the present warnings that are new; "" and None stand for no warning."""
+        """Log the current warnings that are new; "" and None stand for no warning."""
         if quorum and quorum != self._quorum:
             self._log.warning("quorum_short", detail=quorum)
         if slow and not self._slow:

@@ -408,7 +408,7 @@ def test_a_resumed_run_is_replayed_from_its_checkpoint(tmp_path) -> None:
 def test_a_recording_of_another_wire_format_says_which_build_replays_it(tmp_path: Path) -> None:
     theirs = {**samples.spec().model_dump(), "format": FORMAT + 1}
     (tmp_path / recording.SPEC_FILE).write_bytes(msgpack.packb(theirs))
-    with pytest.raises(BadMessage, match=f"wire format {FORMAT + 1}, this build speaks {FORMAT} ") as refused:
+    with pytest.raises(BadMessage, match=f"wire format {FORMAT + 1}, but this build speaks {FORMAT} ") as refused:
         recording.read_spec(tmp_path)
     assert str(refused.value).startswith(f"{tmp_path}: ")
     assert refused.value.remedy == "replay it with the build that recorded it"

@@ -95,7 +95,7 @@ def _feed(digest: Any, tensor: torch.Tensor) -> None:
 
 
 def _scales(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that bitsandbytes keeps beside a parameter's codes, so that other scales are noticed."""
+    """Return the tensors that bitsandbytes keeps with a parameter's codes, so that other scales are noticed."""
     state: Any = getattr(tensor, "quant_state", None)
     beside = dict(state.as_dict()) if hasattr(state, "as_dict") else {}
     beside |= {name: getattr(tensor, name, None) for name in ("CB", "SCB")}

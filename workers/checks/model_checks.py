@@ -97,10 +97,10 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer |
     """Return the optimizer that keeps the moments: the given one, or the one that it wraps.
 
     Wrappers such as those of Accelerate, Fabric and torchft share the state of the optimizer that they wrap, and are
-    followed to it. An optimizer with a state of its own is no mere wrapper, and is returned itself.
+    followed to it. An optimizer with a state of its own is not a mere wrapper, and is returned itself.
 
     Raises:
-        UsageError: it is no optimizer, or it has none of the model's trained parameters.
+        UsageError: it is not an optimizer, or it has none of the model's trained parameters.
     """
     if optimizer is None:
         return None

@@ -1,10 +1,10 @@
-"""Verify that the model being trained is still the one that is synchronised.
+"""Verify that the model being trained is still the model that is synchronised.
 
-The set of synchronised tensors is fixed on joining. A layer that is unfrozen afterwards, or a parameter that is
-replaced, would be trained here and never travel; a parameter that is frozen or converted would still be overwritten.
-But all parameters of one optimizer may be frozen for a while, as when networks take turns. A buffer may be another
-tensor after each step, in the same module. So the training thread inspects the whole model again and again, at a cost
-of at most a thousandth of its time: an inspection of 10 ms is followed by the next after 10 s.
+The set of synchronised tensors is fixed when the learner joins. A layer that is unfrozen afterwards, or a parameter
+that is replaced, would be trained here and never travel; a parameter that is frozen or converted would still be
+overwritten. But all parameters of one optimizer may be frozen for a while, as when networks take turns. A buffer may be
+another tensor after each step, in the same module. So the training thread inspects the whole model again and again, at
+a cost of at most a thousandth of its time: an inspection of 10 ms is followed by the next after 10 s.
 """
 
 import time
@@ -47,7 +47,7 @@ class ModelWatch:
         check: Callable[[], object] = lambda: None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """Remember the model's present form.
+        """Remember the model's current structure.
 
         Args:
             model: in the form in which it joins.

@@ -89,5 +89,5 @@ def _seen(loss: Loss, before: float | None) -> tuple[bool, float | None]:
     """Return whether a loss has arrived or is lost, and the number to show then."""
     try:
         return (True, loss.number()) if loss.ready() else (False, before)
-    except Exception:  # lost with its device, which the loop notices by itself, or with an array that was donated
+    except Exception:  # lost with its device, which the loop notices on its own, or with an array that was donated
         return True, before

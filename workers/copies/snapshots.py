@@ -1,4 +1,4 @@
-"""Copies of a tensor's values at one moment, made while training goes on."""
+"""Copies of a tensor's values at one moment, made while training continues."""
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ class Snapshot:
 
 
 def snapshot_of(values: torch.Tensor, side: torch.cuda.Stream | None = None) -> Snapshot:
-    """Copy a tensor's present values, in order with the training stream; on CUDA, only queue the copy.
+    """Copy a tensor's current values, in order with the training stream; on CUDA, only queue the copy.
 
     Args:
         values: must not be written to again. On CUDA without `side` they may, in the training stream.

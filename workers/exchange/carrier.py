@@ -1,4 +1,4 @@
-"""Move a learner's payloads to and from the bus, and keep its bases and residuals. asyncio.
+"""Move a learner's payloads to and from the bus, and keep its bases and residuals. Runs on asyncio.
 
 The rest of the exchange decides what to move: it follows heads, sends headers, reports. A learner that is one process
 carries everything itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.rank_carrier`).
@@ -64,7 +64,7 @@ class Carrier(Protocol[S_contra]):
         the last call counts.
 
         Raises:
-            BusError: it cannot be read, unless the carrier retries by itself.
+            BusError: it cannot be read, unless the carrier retries on its own.
         """
 
     async def upload(self, publication: Publication, snapshot: S_contra, of_use: Callable[[], bool]) -> bool:

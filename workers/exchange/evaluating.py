@@ -1,4 +1,4 @@
-"""Keep a run's global parameters in a model and measure their loss as the heads move. asyncio.
+"""Keep a run's global parameters in a model and measure their loss as the heads move. Runs on asyncio.
 
 An evaluator only reads heads and payloads and appends evaluations, so a run does not need it, and a second one does no
 harm. It evaluates the global parameters, never those of one learner (Streaming DiLoCo).
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
     """The model to measure, and the loss to measure it by."""
 
     model: nn.Module
-    """Has the run's tensors. The evaluator alone uses it, since the globals are written into it."""
+    """Has the run's tensors. Only the evaluator uses it, since the globals are written into it."""
     loss: LossFunction
 
 
@@ -128,7 +128,7 @@ class Evaluating:
         return True
 
     async def _evaluate(self, bus: Bus, state: RunState, final: bool) -> None:
-        # In a thread, so that the loop goes on serving its connections.
+        # In a thread, so that the loop continues serving its connections.
         self.last = loss = await asyncio.to_thread(self._number)
         self.known = state
         await self._read_state(bus)  # raises if another run began meanwhile: it must not get this loss
@@ -184,7 +184,7 @@ async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: 
     """
     bus: Bus | None = None
     evaluating: Evaluating | None = None
-    waits = TIMES.reach_retry.waits()  # by hand and not by `retry`: `stop` must end a pause, but not a look in progress
+    waits = TIMES.reach_retry.waits()  # by hand and not by `retry`: `stop` must end a pause, but not a poll in progress
     try:
         while not stop.is_set():
             pause_s = TIMES.evaluator_poll_s

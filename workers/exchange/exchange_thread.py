@@ -39,7 +39,7 @@ class ExchangeThread(Generic[E_co]):
     def start(self, check: Callable[[], None]) -> tuple[E_co, FoundMoments]:
         """Start the thread and wait until the learner has joined; return what it joined as, and the moments found.
 
-        check: called several times a second; may raise.
+        check: called several times per second; may raise.
 
         Raises:
             DilocoError: the learner cannot join.

@@ -1,4 +1,4 @@
-"""Provide version 0 of a run: one learner uploads it, the others wait for heads. asyncio.
+"""Provide version 0 of a run: one learner uploads it, the others wait for heads. Runs on asyncio.
 
 The same code restarts a run that has lost its heads for good, from the globals that a learner has adopted.
 """

@@ -1,4 +1,4 @@
-"""Ensure that one process at a time has a learner's id: a latecomer is refused, a replaced one ends. asyncio.
+"""Ensure that one process at a time has a learner's id: a latecomer is refused, a replaced one ends. Runs on asyncio.
 
 | the last process with this id                | the new process                                             |
 |----------------------------------------------|-------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""Join a run: take the learner's id, agree on the spec, ensure version 0, pull every fragment. asyncio.
+"""Join a run: take the learner's id, agree on the spec, ensure version 0, pull every fragment. Runs on asyncio.
 
 This is the only place where a learner waits for others. If it takes long, a log line says what it waits for.
 """
@@ -138,9 +138,10 @@ class Joining:
             await asyncio.sleep(TIMES.poll_s)
 
     async def _tell(self, event: Event) -> None:
-        """Add an event to the run; a failure of the stream of events alone is only logged.
+        """Add an event to the run; a failure of only the event stream is logged.
 
-        Training does not need the event, and any learner can spoil that stream, which must keep nobody out.
+        Training does not need the event, and any learner can spoil that stream, so its failure must not keep anyone
+        out.
         """
         try:
             await self._bus.add_event(event)
@@ -191,7 +192,7 @@ async def log_why(bus: Bus, fragments: Sequence[int], log: Any) -> None:
 
 
 async def reason(bus: Bus, fragments: Sequence[int]) -> str:
-    """Return what a joining learner waits for and what to do; empty if it is only busy with its own pulls.
+    """Return what a joining learner is waiting for and what to do about it; empty if it is just pulling.
 
     Raises:
         BusError: the bus cannot be read.

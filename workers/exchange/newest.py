@@ -1,4 +1,4 @@
-"""Read the newest globals of a run, independently of a learner's own thread, also after that has ended. asyncio."""
+"""Read the newest globals of a run, even after a learner's own thread has ended."""
 
 import asyncio
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Publish a learner's deltas: headers first, then payloads while they are encoded. asyncio.
+"""Publish a learner's deltas: headers first, then payloads while they are encoded. Runs on asyncio.
 
 A delta that renews an earlier one sends its payload first: until that payload is complete, the earlier delta stays
 valid. So a learner that dies in between loses the work since the earlier delta, and no window waits for a payload that
@@ -92,7 +92,7 @@ class Publishing(Generic[S]):
 
         This is a function of its own for the same reason as `_send_one`. It returns False if a key on the bus holds
         something that no party writes. The delta is then kept for later, unless a newer one was queued, and the other
-        fragments go on.
+        fragments continue.
         """
         try:
             if not item[0].renews:  # a renewal's header follows its payload (`_upload_one`)
@@ -151,7 +151,7 @@ class Publishing(Generic[S]):
             await self._upload_one(publication, snapshot)
         finally:
             released, p = self._member.shared.released, publication.base.fragment
-            released[p] = max(publication.serial, released.get(p, 0))  # also on cancellation: it frees the room
+            released[p] = max(publication.serial, released.get(p, 0))  # even on cancellation: it releases the memory
 
     async def _upload_one(self, publication: Publication, snapshot: S) -> None:
         member, p, renews = self._member, publication.base.fragment, publication.renews

@@ -1,4 +1,4 @@
-"""Follow the heads, pull the globals that they name, and hand them to the training side. asyncio.
+"""Follow the heads, pull the globals that they name, and hand them to the training side. Runs on asyncio.
 
 The tape wakes a learner and reports merges and refusals; what a head says is read from the head itself. After any gap
 in the tape, all heads are read again.
@@ -63,9 +63,9 @@ class Pulling:
         self._times = PullTimes(member.layout.elements / len(member.layout.fragments))
         self._wakes = [asyncio.Event() for _ in range(carrier.lanes)]
         self.looks = 0
-        self.reached = False  # True if the last look reached all nodes
+        self.reached = False  # True if the last poll reached all nodes
         self.part_known = True  # False from a loss (or restoration) of run data until the run's state was read again
-        self._told: set[str] = set()  # errors of unreadable heads that were logged since the last look at all heads
+        self._told: set[str] = set()  # errors of unreadable heads that were logged since the last poll of all heads
         self._looked: dict[int, int] = {}  # fragment -> number of the look that has last seen its head
 
     async def look(self, fragments: Iterable[int]) -> bool:
@@ -100,7 +100,7 @@ class Pulling:
         self._told = told if len(asked) == len(self._member.layout.fragments) else self._told | told
         for head in heads:
             if head is None or self._looked.get(head.fragment, 0) > number:
-                continue  # a look that began later was answered first: its head is newer
+                continue  # a poll that began later was answered first: its head is newer
             p, window = head.fragment, head.window
             self._looked[p] = number
             self._carrier.feedback.merged(p, head.merged)  # known from the tape already, unless that had a gap
@@ -154,7 +154,7 @@ class Pulling:
                 self._member.shared.pull_s = self._times.pull_s
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
-                del self._wanted[p]  # also if a look has set it again meanwhile: adopting twice would cost training
+                del self._wanted[p]  # even if a poll has set it again meanwhile: adopting twice would cost training
             retries.tried(p, pulled, clock.now())
             if not pulled:
                 await self.look([p])
@@ -218,7 +218,7 @@ class Following:
         self._version_0, self._feedback = version_0, feedback
         self._refused = Refused(member, newest)
         self._look_at_all_s = 0.0
-        self._outages = member.outages.count  # failed calls, as of the last look at all heads
+        self._outages = member.outages.count  # failed calls, as of the last poll of all heads
         self._lost_since_s: float | None = None  # time since which known heads are missing; None: none is
 
     async def follow(self) -> None:
@@ -258,7 +258,8 @@ class Following:
                 await self._pulling.look(sorted(told))
 
     def _knows(self, record: TapeRecord) -> bool:
-        """Return whether a record is no news: a window's first attempt on a base that this learner published on.
+        """Return whether a record brings nothing new: a window's first attempt on a base that this learner published
+        on.
 
         Such a window asks for nothing that this learner has not given, and the fragment's next record is looked at
         anyway.
@@ -274,7 +275,7 @@ class Following:
         self._look_at_all_s = now + TIMES.look_s
         there = await pulling.look(range(len(member.layout.fragments)))
         if pulling.reached and member.outages.count != self._outages:
-            # One of several nodes was unreachable. That sets no `gap`, since the work on the other nodes went on, but
+            # One of several nodes was unreachable. That sets no `gap`, since the work on the other nodes continued, but
             # the node may have lost what it had acknowledged.
             self._outages = member.outages.count
             self._shared.offer_again |= member.bus.keys.groups > 1

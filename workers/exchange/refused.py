@@ -1,4 +1,4 @@
-"""Follow on the tape what the syncer refuses of this learner; log it, and have a diverged learner healed. asyncio."""
+"""Follow on the tape what the syncer refuses of this learner; log it, and have a diverged learner healed."""
 
 from collections import Counter
 from collections.abc import Mapping

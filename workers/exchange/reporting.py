@@ -1,4 +1,4 @@
-"""Write a learner's reports: before each header, a few times a second, and on leaving. asyncio."""
+"""Write a learner's reports: before each header, a few times per second, and on leaving. Runs on asyncio."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Reporting:
 
         Raises:
             LearnerReplaced: another process has the learner's id.
-            RunReplaced: another run has begun under the name of the one that it trains in.
+            RunReplaced: another run has begun under the same name.
             BusError: the report may not have been written.
         """
         self._wake.clear()

@@ -1,4 +1,4 @@
-"""Watch the Lua scripts that a learner calls but may not load, and tell the run if Redis lacks some. asyncio."""
+"""Watch the Lua scripts that a learner calls but may not load, and tell the run if Redis lacks some."""
 
 import asyncio
 from contextlib import suppress

@@ -28,7 +28,7 @@ class Shared:
     merged_tokens: dict[int, int] = field(default_factory=dict)
     """Fragment -> merged tokens, up to the global that was pulled last."""
     offer_again: bool = False
-    """The bus was unavailable, so deltas on the present bases must be offered again. The training side resets it."""
+    """The bus was unavailable, so deltas on the current bases must be offered again. The training side resets it."""
     heal: bool = False
     """What this learner trains is not finite: drop the moments and return to the bases. The training side resets it."""
     pull_s: float = 0.0
@@ -40,6 +40,6 @@ class Shared:
     shard_handed_out: tuple[str, int] | None = None
     """The same, including the block last handed out. Between two steps, this is what was really read."""
     window_seen: Callable[[], None] = lambda: None
-    """The exchange calls it after a look that found open windows."""
+    """The exchange calls it after a poll that found open windows."""
     shards_wanted: tuple[int, int] | None = None
     """(blocks in an epoch, blocks in a shard), from when the training side first asks for shards."""

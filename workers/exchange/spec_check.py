@@ -1,4 +1,4 @@
-"""Check that a learner and its run agree on the spec, on joining and for as long as it trains. asyncio.
+"""Check that a learner and its run agree on the spec, from joining until the end of training. Runs on asyncio.
 
 A bus that came back empty has lost the spec. The first party to come puts one there: this learner the run's own, or a
 newcomer a different one. A syncer that served the run then restores the run's spec; without such a syncer, the first

@@ -20,8 +20,8 @@ from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.times import TIMES
 
-# Shards that a learner holds, with the one that it reads. Shards that were drawn whole and wait to be trained on are
-# not counted.
+# Shards that a learner holds, including the one that it reads. Shards that were drawn whole and wait to be trained on
+# are not counted.
 PREFETCHED_SHARDS = 4
 # Inner steps of data in a shard: enough to make claims rare for the bus, few enough to lose.
 STEPS_PER_SHARD = 8
@@ -53,8 +53,8 @@ class ShardClaims:
         self._finished: list[str] = []  # entry ids of shards to acknowledge
         self._epochs = 0  # epochs queued so far, judging by the shards that were claimed
         self._leaving = False
-        self._refused_one = False  # the warning about entries that are no shards was logged
-        self.returned = asyncio.Event()  # set on leaving, when nothing is held any more
+        self._refused_one = False  # the warning about entries that are not shards was logged
+        self.returned = asyncio.Event()  # set when the learner has left and holds nothing any more
 
     async def agree(self, order: DataOrder) -> None:
         """Settle which data the run's shards refer to, before any shard is wanted.
@@ -81,7 +81,7 @@ class ShardClaims:
         self._wake.set()
 
     def finish(self, entry_id: str) -> None:
-        """Note that a shard was read to its end, and is to be acknowledged."""
+        """Note that a shard was read to its end and must be acknowledged."""
         self._finished.append(entry_id)
         self._wake.set()
 
@@ -91,7 +91,7 @@ class ShardClaims:
         self._wake.set()
 
     async def keep_claimed(self) -> None:
-        """Acknowledge what was read and keep a few claimed shards ready; on leaving, give back the rest.
+        """Acknowledge what was read and keep a few claimed shards ready; when it leaves, give back the rest.
 
         Raises:
             SpecMismatch: the bus has lost the agreed order, and others have put another one there.
@@ -136,7 +136,7 @@ class ShardClaims:
         return len(self._held.keys() - self._drawn - {*self._finished})
 
     def _is_there(self, shard: Shard, blocks: int) -> bool:
-        """Return whether the shard's blocks exist in data of so many blocks."""
+        """Return whether the shard's blocks exist in data of this many blocks."""
         there = 0 <= shard.start < shard.stop <= blocks
         if not there:
             say = self._log.debug if self._refused_one else self._log.warning  # anybody may put any number there
@@ -176,7 +176,7 @@ class ShardClaims:
         self.returned.set()
 
     async def _fill_epoch(self, blocks: int, per_shard: int) -> None:
-        """Queue the next epoch. If the bus has lost its queue, queue the present epoch again: its rest was lost."""
+        """Queue the next epoch. If the bus has lost its queue, queue the current epoch again: its rest was lost."""
         counted = await self._bus.count_epochs()
         lost = counted < self._epochs
         if lost and self._order is not None:

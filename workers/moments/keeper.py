@@ -121,7 +121,7 @@ class Keeper:
                 while not copy.advance():
                     pass
                 self._save(self._own.state.kind, copy, shared)
-            except Exception as error:  # the device has failed or has no room for a copy: the learner must still leave
+            except Exception as error:  # the device has failed or has no memory for a copy: still leave the run
                 folder = str(self._own.folder.path)
                 structlog.get_logger().warning("state_not_saved", folder=folder, error=str(error))
         self._own.folder.close(within_s)

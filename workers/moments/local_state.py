@@ -27,7 +27,7 @@ class RecoveryOptions:
     """auto: the own checkpoint, then what the optimizer has, then a peer, then fresh; peer: a peer first, and no
     checkpoint; fresh: none of them."""
     state_dir: Path | None = None
-    """A folder of this learner alone; None: nothing is saved."""
+    """A folder that belongs only to this learner; None: nothing is saved."""
     state_every_s: float = STATE_S
     log_losses: bool = False
     """Append every step's loss to `losses.jsonl` in `state_dir`."""
@@ -72,14 +72,14 @@ def own_moments(
     options: RecoveryOptions,
     make_folder: Callable[[Path, Layout], StateFolder] = StateFolder,
 ) -> OwnMoments:
-    """Return the moments of this model's inner optimizers; optimizers that are to begin fresh are emptied.
+    """Return the moments of this model's inner optimizers; optimizers that must begin fresh are emptied.
 
     Args:
         layout: of the trained tensors.
         make_folder: called with the folder's path, and the layout of what is kept there.
 
     Raises:
-        UsageError: optimizers that are to begin fresh have stepped, and their state cannot be emptied safely.
+        UsageError: optimizers that must begin fresh have stepped, and their state cannot be emptied safely.
     """
     given = several(optimizers)
     state, held = recoverable_state(model, given, layout), any(map(has_moments, given))

@@ -152,7 +152,7 @@ class OptimizerState:
         self.kind = self._kind(trials, moments, numbers, alike=alike)
 
     def _kind(self, trials: Sequence[_Trial], moments: list[str], numbers: list[str], *, alike: bool) -> OptimizerKind:
-        """Return what the optimizers keep, as peers and checkpoints compare it.
+        """Return the `OptimizerKind` by which peers and checkpoints decide whether states are compatible.
 
         If not all tensors are alike, two kinds also differ if their groups hold different tensors.
         """

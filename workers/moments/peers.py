@@ -68,7 +68,7 @@ class Peers:
             return None
 
     async def _peer_available(self) -> bool:
-        """Return whether a live peer has moments and the run goes on: in one that ends, peers no longer answer."""
+        """Return whether a live peer has moments and the run continues: in one that ends, peers no longer answer."""
         state = await self._bus.read_state()
         if state is not None and state.phase is not Phase.RUNNING:
             return False

@@ -1,4 +1,4 @@
-"""Recover a learner: the run's heads, then moments from its own checkpoint, else from a peer, else fresh ones.
+"""Recover a learner: the run's heads, then moments from its own checkpoint, from a peer, or fresh ones.
 
 Moments of more than `MAX_OFFERED_BYTES` are not requested from peers.
 

@@ -1,7 +1,7 @@
 """An inner optimizer's state in the form that is saved and offered to peers: flat vectors and numbers. No torch.
 
-Moments are statistics of gradients. They need not belong to exactly the parameters that they are loaded beside: a
-learner always begins from the run's heads, and takes moments from its own past or from a peer's present.
+Moments are statistics of gradients. They need not belong to exactly the parameters that they are loaded with: a
+learner always begins from the run's heads, and takes moments from its own earlier checkpoint or from a live peer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -55,7 +55,7 @@ def slots(layout: Layout) -> Iterator[tuple[int, Slot]]:
 
 
 def offered_bytes(layout: Layout, kind: OptimizerKind) -> int:
-    """Return the size in bytes of a peer's offer of such moments, in float32."""
+    """Return the size in bytes of moments of this kind when a peer offers them, in float32."""
     return 4 * sum(of_moment(layout, name).elements for name in kind.moments)
 
 

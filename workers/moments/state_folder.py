@@ -147,7 +147,7 @@ class StateFolder:
     def _logged(self, work: Callable[..., None], *args: Any) -> None:
         try:
             work(*args)
-        except Exception as error:  # a full disk or non-finite moments are no reason to end the training
+        except Exception as error:  # a full disk or non-finite moments must not end the training
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=str(error))
 
     def _hold(self) -> None:

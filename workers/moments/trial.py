@@ -20,7 +20,7 @@ from torch import nn
 # Attributes that the twin does not copy. An instance's `step` was put there by a learning-rate scheduler.
 OWN = frozenset({"param_groups", "state", "step"})
 PLAIN = (type, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device)
-# Largest tensor that is copied although it is no parameter, such as a learning rate.
+# Largest tensor that is copied although it is not a parameter, such as a learning rate.
 MAX_PLAIN_ELEMENTS = 4096
 # Shapes of trials with up to four dimensions: a little over 4,096 elements, in 18 blocks of 256.
 SHAPES: tuple[tuple[int, ...], ...] = (), (4608,), (64, 72), (4, 16, 72), (2, 4, 8, 72)
@@ -29,9 +29,10 @@ STEPS = 6
 
 
 def trial_shape(dims: int, elements: int) -> tuple[int, ...]:
-    """Return a small shape whose last sides all differ, since states are told apart by them.
+    """Return a small shape whose trailing dimensions all differ, since they identify a state.
 
-    elements: of the largest real tensor. A vector is never larger, because some optimizers keep a square of its size.
+    elements: size of the largest real tensor. A vector is never larger, because some optimizers keep a square of its
+    size.
     """
     if dims == 1:
         return (max(2, min(elements, *SHAPES[1])),)
@@ -41,10 +42,10 @@ def trial_shape(dims: int, elements: int) -> tuple[int, ...]:
 def trial_states(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, shape: tuple[int, ...], count: int
 ) -> list[dict[str, Any]]:
-    """Return what the optimizer keeps for each of `count` parameters of a group, after steps of its twin.
+    """Return what the optimizer keeps for each of `count` parameters of a group, after stepping a copy of it.
 
     Args:
-        optimizer: the one that is imitated.
+        optimizer: the optimizer to copy.
         group: one of its parameter groups.
         like: a parameter of the group.
         shape: of the trial's parameters.
@@ -52,7 +53,7 @@ def trial_states(
 
     Raises:
         TypeError: it keeps something for the whole group too (a step count, say), which moments would not contain; or
-            it has an attribute by which the twin would reach what is not its own.
+            it has an attribute through which the copy could reach shared objects.
     """
     with _twin(optimizer, group, like, shape, count) as (twin, parameters, noise):
         (tried,) = twin.param_groups

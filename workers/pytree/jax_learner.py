@@ -6,8 +6,8 @@
             params, moments, loss = train_step(params, moments, batch)
             params = learner.step(params, tokens=batch.size, loss=loss)
 
-An array never changes, so adopted values are returned by `step`. The optimizer and its moments belong to the caller
-alone: they are kept when a fragment is adopted, and no peer is asked for moments.
+An array never changes, so adopted values are returned by `step`. The optimizer and its moments belong only to the
+caller: they are kept when a fragment is adopted, and no peer is asked for moments.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -96,7 +96,7 @@ class Learner(BaseLearner):
 
     @property
     def params(self) -> Any:
-        """The present parameters: the run's on joining, then what the last `step` returned."""
+        """The current parameters: the run's when it joins, then what the last `step` returned."""
         if self._parameters is None:
             return self._params
         self._taken = True
@@ -119,7 +119,7 @@ class Learner(BaseLearner):
             The parameters to train on: the same arrays, except those of which the run has newer values.
 
         Raises:
-            UsageError: an argument is none of these, the pytree is no longer the one that is synchronised, or the
+            UsageError: an argument is none of these, the pytree is no longer the synchronised one, or the
                 learner is not in its run.
         """
         leaves, told = arrays(self._tree.flatten(params)), _loss(loss)
@@ -142,7 +142,7 @@ class Learner(BaseLearner):
     def progress_schedule(
         self, *, shape: Shape = "cosine", warmup: float = WARMUP, decay: float = 0.2, final: float = 0.1
     ) -> Callable[[], float]:
-        """Return a function that gives the present share of the peak learning rate by the run's progress.
+        """Return a function that gives the current share of the peak learning rate by the run's progress.
 
         Call it for each step, and pass the share to the step.
 
@@ -156,7 +156,7 @@ class Learner(BaseLearner):
         return lambda: share(0)
 
     def globals(self) -> Any:
-        """Return the pytree with the newest global values, without changing the present one; waits for the network.
+        """Return the pytree with the newest global values, without changing the current one; waits for the network.
 
         After `close` in a run that is ending, this waits for the last merges: the result is then the finished run's
         model.

@@ -50,7 +50,7 @@ class Copied:
 
 
 class PytreeParameters:
-    """Copies fragments out of the present leaves, and replaces leaves by others. Used by the training thread."""
+    """Copies fragments out of the current leaves, and replaces leaves by others. Used by the training thread."""
 
     def __init__(self, tree: Tree, layout: Layout, leaves: Sequence[Any]) -> None:
         """Begin with these leaves.
@@ -67,7 +67,7 @@ class PytreeParameters:
 
     @property
     def params(self) -> Any:
-        """The present pytree."""
+        """The current pytree."""
         return jax.tree_util.tree_unflatten(self._tree.structure, self._leaves)
 
     def take(self, leaves: Sequence[Any]) -> None:
@@ -118,6 +118,6 @@ class PytreeParameters:
 def placed(values: npt.NDArray[Any], old: Any) -> Any:
     """Return values as an array on the devices of another one.
 
-    An array that jit may place freely stays uncommitted; otherwise jit would compile anew.
+    An array that jit may place freely stays uncommitted; otherwise jit would recompile.
     """
     return jax.device_put(values, old.sharding) if old.committed else jnp.asarray(values)

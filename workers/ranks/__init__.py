@@ -11,7 +11,7 @@ gathers and serves it. docs/explanation/ranks.md gives the reasons.
 | `transport` | connects the ranks' exchange threads, for requests and vectors |
 | `gather` | does one rank's share of the transfers, and compares replicas |
 | `rank_carrier` | lets rank 0 direct the snapshots, uploads and pulls of all ranks |
-| `rank_exchange` | is what a rank does beside its training |
+| `rank_exchange` | is what a rank does alongside its training |
 | `rank_learner` | is the training thread's side of a rank, and its exchange thread |
 | `rank_folder` | saves and reads the moments of what each rank holds |
 | `shard_broadcast` | passes the work-queue shards that rank 0 claims to all ranks, for `learner.batches` |

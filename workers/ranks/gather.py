@@ -1,4 +1,4 @@
-"""One rank's share of the transfers: its pieces of all fragments, and the whole fragments that it serves. asyncio.
+"""One rank's share of the transfers: its pieces of all fragments, and the whole fragments that it serves.
 
 The server of a fragment gathers the pieces of a snapshot, then encodes and uploads the delta. It also pulls a global
 and hands each rank its pieces. Rank 0 says when (`rank_carrier.RanksCarrier`). All of this belongs to the exchange
@@ -7,8 +7,8 @@ thread, except `pulled`, which the training thread reads.
 `Samples` and `Replicas` check that ranks which hold the same parameters train them alike: a loop may forget to average
 its gradients. Nothing else would reveal it: each fragment is published by one of the replicas, so what is published
 would be a mixture of several models. After certain steps each rank copies a few rows of the tensors that all ranks hold
-whole, and rank 0 compares them beside the training. With averaged gradients replicas agree to the last bit, or nearly;
-without, they differ by about the length of a step. Shards are not compared, since `fully_shard` averages by itself.
+whole, and rank 0 compares them during training. With averaged gradients replicas agree to the last bit, or nearly;
+without, they differ by about the length of a step. Shards are not compared, since `fully_shard` does the averaging.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class _Gathering:
         await self.begun.wait()
         if self.out is None:
             dtype = DTYPES[self.codec] if self.encoded else np.dtype(np.float32)
-            # If this vector has all elements, nobody sends more: the payload may overwrite the values in place.
+            # If this vector has all elements, no other rank sends more: the payload may overwrite the values in place.
             alone = elements(pieces) == self.missing
             self.out = own.view(dtype)[: self.missing] if alone else pooled(self.missing, dtype)
         await offload(self._put, own, pieces, self.out)
@@ -410,7 +410,7 @@ class Samples:
         self._failed = False
 
     def stepped(self, steps: int) -> tuple[Snapshot, Snapshot] | None:
-        """Return the copies from before and after step `steps` if a comparison is due, else None. Never raises."""
+        """Return the copies from before and after step `steps` if a comparison is due, otherwise None. Never raises."""
         before, self._before = self._before, None
         if (_due(steps) or _due(steps + 1)) and not self._failed:
             try:
@@ -426,7 +426,7 @@ def _due(steps: int) -> bool:
 
 
 class Replicas:
-    """One rank's side in its exchange thread. asyncio."""
+    """One rank's side in its exchange thread. Runs on asyncio."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

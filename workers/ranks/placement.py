@@ -1,4 +1,5 @@
-"""Which elements each rank holds and sends, which rank serves each fragment, and what a server has room for. Pure.
+"""Which elements each rank holds and sends, which rank serves each fragment, and what fits into a server's memory.
+Pure.
 
 A rank holds one contiguous range of whole rows of a tensor: a shard (`fully_shard`), or all rows (a replica). Ranges
 are given in elements of the flattened tensor. A shard may be empty, and the shards of different ranks may differ in
@@ -9,9 +10,9 @@ A fragment's server gathers, encodes, uploads and pulls it, and keeps its base a
 the fragments are dealt out, the largest first, each to the rank that has the fewest elements. With eight equal
 fragments over three ranks that gives 3, 3 and 2, and two ranks would carry an eighth more than their share. So a
 fragment may move to another rank with each new global: it moves to the rank that has carried the least so far among
-those with room, provided that its present server is ahead of that rank by more than the fragment's size. A rank has
-room for as many fragments of the largest size as the fullest rank has at first. Where no rank has room, as with eight
-fragments over two or four ranks, all fragments stay.
+those with memory for it, provided that its current server is ahead of that rank by more than the fragment's size. A
+rank has memory for as many fragments of the largest size as the fullest rank has at first. Where no rank has enough, as
+with eight fragments over two or four ranks, all fragments stay.
 """
 
 import math
@@ -184,7 +185,7 @@ class ServerPlacement:
         self._room = max(*self._load, -(-len(elements) // ranks) * max(elements))
 
     def choose(self, p: int) -> int:
-        """Return the rank that is to have the fragment's next global."""
+        """Return the rank that should have the fragment's next global."""
         size, now = self._elements[p], self.servers[p]
         fit = [rank for rank, load in enumerate(self._load) if rank == now or load + size <= self._room]
         least = min(fit, key=lambda rank: (self._carried[rank], rank))
@@ -204,11 +205,11 @@ SMALL = 2**22
 
 
 class Capacity:
-    """The room that each server has for work in flight, besides what it keeps: one fragment, or several small ones.
-    Pure.
+    """The memory that each server has for work in flight, in addition to what it keeps: one fragment, or several small
+    ones. Pure.
 
     The fragment that has waited longest for a server gets it next. Otherwise a large fragment, which needs an empty
-    server, would wait for ever where small ones always overlap.
+    server, would wait forever where small ones always overlap.
     """
 
     def __init__(self, elements: Sequence[int]) -> None:
@@ -217,17 +218,17 @@ class Capacity:
         self.taken: dict[int, int] = {}
         """Maps a fragment in flight to its server."""
         self._waiting: dict[int, int] = {}
-        """Maps a fragment that found no room to the server it waits for, in the order in which they asked."""
+        """Maps a fragment that found no memory to the server it is waiting for, in the order of asking."""
 
     def has(self, p: int, server: int) -> bool:
-        """Return whether the server has room for the fragment and no other fragment has waited for it longer."""
+        """Return whether the server has memory for the fragment and no other fragment has waited longer."""
         others = [self._elements[q] for q, one in self.taken.items() if one == server]
         before = takewhile(lambda q: q != p, self._waiting)
         fits = not others or sum(others) + self._elements[p] <= SMALL
         return fits and all(self._waiting[q] != server for q in before)
 
     def take(self, p: int, server: int) -> bool:
-        """Take the room for a fragment. Return False if there is none: the fragment then waits and must ask again."""
+        """Reserve memory for a fragment. Return False if there is none; it then queues and must ask again."""
         if not self.has(p, server):
             self._waiting[p] = server
             return False
@@ -236,10 +237,10 @@ class Capacity:
         return True
 
     def free(self, p: int) -> None:
-        """Release the room that the fragment has, if it has any."""
+        """Release the memory reserved for the fragment, if any."""
         self.taken.pop(p, None)
 
     def in_turn(self, asking: Collection[int]) -> list[int]:
-        """Return these fragments in the order in which they are to ask; all other fragments leave the line."""
+        """Return these fragments in the order in which they should ask; all others leave the queue."""
         self._waiting = {p: server for p, server in self._waiting.items() if p in asking}
         return [*self._waiting, *(p for p in asking if p not in self._waiting)]

@@ -1,4 +1,4 @@
-"""Rank 0's direction of all ranks: which snapshots it wants, and what the servers upload and pull. asyncio."""
+"""Rank 0's direction of all ranks: which snapshots it wants, and what the servers upload and pull. Runs on asyncio."""
 
 import asyncio
 import itertools
@@ -65,10 +65,10 @@ class InFlight:
     """Rank 0's record of decisions that are not counted yet, uploads in flight, and fragments that move to another
     server.
 
-    At any time at most one thing happens to a fragment. A server has as many snapshots in flight as it has room for,
-    also while the learner leaves. A fragment does not move to another server between the decision to take a snapshot of
-    it and the end of that upload, and no snapshot of it is taken while it moves. Hence one server feeds a residual, and
-    the server that made a delta is the one that learns the delta's fate.
+    At any time at most one thing happens to a fragment. A server has as many snapshots in flight as fit into its
+    memory, even while the learner leaves. A fragment does not move to another server between the decision to take a
+    snapshot of it and the end of that upload, and no snapshot of it is taken while it moves. Hence one server feeds a
+    residual, and the server that made a delta learns the delta's fate.
 
     The training thread decides on adoptions, the exchange thread moves fragments, and both request snapshots: hence the
     lock.
@@ -77,7 +77,7 @@ class InFlight:
     def __init__(self, elements: Sequence[int]) -> None:
         """elements: number of elements of each fragment."""
         self._room, self._lock = Capacity(elements), threading.Lock()
-        """The room is taken from the decision to take a snapshot until the snapshot is uploaded."""
+        """The memory is reserved from the decision to take a snapshot until the snapshot is uploaded."""
         self._fragments: set[int] = set()
         self._moving: set[int] = set()
         self._leaving = False
@@ -94,7 +94,7 @@ class InFlight:
             return adoptions
 
     def snapshot(self, due: Iterable[int], servers: Mapping[int, int]) -> frozenset[int]:
-        """Return the fragments of which a snapshot is to be taken now.
+        """Return the fragments to snapshot now.
 
         Args:
             due: fragments to be published, each once.
@@ -184,7 +184,8 @@ class RanksCarrier:
         try:
             server = await asyncio.shield(pulling)
         except asyncio.CancelledError:
-            # The server goes on with the pull. Its room must be freed when that ends, or it would stay taken for ever.
+            # The server continues with the pull. Its memory must be released when that ends, or it would stay reserved
+            # forever.
             self._transport.start_task(self._give_up(p, pulling))
             raise
         if server is None:
@@ -211,12 +212,12 @@ class RanksCarrier:
         return None
 
     async def _give_up(self, p: int, pulling: "asyncio.Task[int | None]") -> None:
-        """Free the room of a pulled global that nobody will adopt; the fragment stays with its server."""
+        """Release the memory of a pulled global that will not be adopted; the fragment stays with its server."""
         if await pulling is not None:
             await self._free_room(p)
 
     async def _take_room(self, p: int, *, moves: bool) -> int:
-        """Wait until the fragment's next server has room, take the room, and return the server."""
+        """Wait until the fragment's next server has memory for it, reserve it, and return the server."""
         async with self._adopted:
             while p in self._room.taken or not self._room.take(p, server := self._choose(p, moves)):
                 await self._adopted.wait()
@@ -224,17 +225,17 @@ class RanksCarrier:
             return server
 
     def _choose(self, p: int, moves: bool) -> int:
-        """Return the fragment's next server. `moves`: it may be another one than now.
+        """Return the fragment's next server. `moves`: it may differ from the current one.
 
-        A move begins only once the new server has room: no snapshot of the fragment can be taken while it moves, so an
-        early start would delay its publication.
+        A move begins only once the new server has memory for the fragment: no snapshot of the fragment can be taken
+        while it moves, so an early start would delay its publication.
         """
         now = self._placement.servers[p]
         server = self._placement.choose(p) if moves else now
         return now if server != now and self._room.has(p, server) and not self._in_flight.move(p) else server
 
     async def _free_room(self, p: int) -> None:
-        """Free the fragment's room: it is adopted, or will not be. A server that lost the fragment drops its data."""
+        """Release the memory: the global is adopted or dropped. A server that lost the fragment drops its data."""
         for server in {self._before[p], self._room.taken[p]} - {self._placement.servers[p]}:
             await self._transport.ask(server, "drop", p)
         self._in_flight.moved(p)
@@ -243,12 +244,12 @@ class RanksCarrier:
             self._adopted.notify_all()
 
     async def _handed_over(self, p: int, server: int) -> bool:
-        """Return whether `server` has all it needs to go on with the fragment."""
+        """Return whether `server` has all it needs to continue with the fragment."""
         now = self._placement.servers[p]
         return server == now or p not in self._pulled or bool(await self._transport.ask(now, "hand", p, server))
 
     def adopted(self, p: int, number: int) -> None:
-        """Record that all ranks adopted this global at the present step."""
+        """Record that all ranks adopted this global at the current step."""
         if self._pulled[p] == number:
             self._transport.start_task(self._free_room(p))
 

@@ -1,4 +1,4 @@
-"""The work of a rank beside its training: it connects to the other ranks and transfers; rank 0 also exchanges. asyncio.
+"""The work of a rank alongside its training: it connects to the other ranks and transfers; rank 0 also exchanges.
 
 These are coroutines over the bus and the connections: `rank_learner.RankThread` runs them in a thread of their own,
 simulations run them in virtual time. After all ranks are connected, they join like this:
@@ -209,7 +209,7 @@ class RankExchange:
                 await self._bus.add_event(Event(name="learner_broken", who=who, detail=why[:500], unix_s=unix_s))
 
     async def report_end(self, why: str, within_s: float) -> str:
-        """Tell the other ranks and the bus why this rank ends; return the reason, with what is known of the others."""
+        """Tell the other ranks and the bus why this rank ends; return the reason, with the others' reasons."""
         why = f"rank {self._transport.rank} of this learner was asked to end: {why}"
         if self._joined.done():  # all ranks have joined, so all can be asked
             why = f"{why}. The ranks: {await steps_of_all(self._transport, within_s / 2)}"
@@ -277,7 +277,7 @@ class RankExchange:
         try:
             await exchange.work()
         except ExceptionGroup as errors:
-            # While the ranks leave, the exchange may still pull for ranks that are gone already: that is no failure.
+            # While the ranks leave, the exchange may still pull for ranks that are gone already: that is not a failure.
             others = errors.split(RankGone)[1] if self._transport.leaving else errors
             if others is not None:
                 raise others.exceptions[0] from None

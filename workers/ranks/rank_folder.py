@@ -1,4 +1,4 @@
-"""A learner's state folder: each rank saves what it holds, and any number of ranks, also one, can read it again.
+"""A learner's state folder: each rank saves what it holds, and any number of ranks, even one, can read it again.
 
     <folder>/rank-<r>-of-<n>/   a `StateFolder` of rank r's shards; among replicas only the first one saves, and the
                                 others save only a `RANDOM_FILE` with their random states
@@ -168,7 +168,7 @@ class RankFolder(StateFolder):
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
 
     def _with_own_random_state(self, state: SavedState) -> SavedState:
-        """Replace the random states by those that this rank, of as many, saved last, else by this process's."""
+        """Replace the random states by those that this rank, of as many, saved last, otherwise by this process's."""
         # With another rank's random states this rank would draw that rank's data.
         here: dict[str, Any] = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
         saved = list[SavedState]()

@@ -119,7 +119,7 @@ class JoinedRank:
         return self._progress
 
     def ended(self, stopping: Stopping) -> bool:
-        """Return whether the loop is to be left; all ranks return the same at the same step."""
+        """Return whether the loop should be left; all ranks return the same at the same step."""
         return stopping.asked or self._over
 
     def newest(self, read: Read) -> list[Float32]:
@@ -158,7 +158,7 @@ class JoinedRank:
     def stepped(self, tokens: int) -> int:
         """Count a step of `tokens` on this rank; return the tokens that all ranks trained in the step before.
 
-        The result lags by one step, because a step's sum runs beside the next step.
+        The result lags by one step, because a step's sum runs concurrently with the next step.
         """
         requests = self._rank.snapshot_requests
         newest = requests.newest  # read first: a request that arrives from now on is for the next step
@@ -281,7 +281,7 @@ class JoinedRank:
     # --- leaving ------------------------------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> bool:
-        """Make the other ranks end too and tell them why. Return True."""
+        """Tell the other ranks to stop, and why. Always True: a rank cannot leave alone, so `leave` is skipped."""
         why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
             self.thread.result_of(self.thread.ask(self._rank.break_off(error, why)))
@@ -387,7 +387,7 @@ class RankThread(ExchangeThread[Rank]):
             return
         if isinstance(self.failure, RankGone):
             self._log.error("rank_gone", detail=str(self.failure))
-        # The other ranks end too. The training thread may be waiting for one of them in a collective: for ever with
+        # The other ranks end too. The training thread may be waiting for one of them in a collective: forever with
         # gloo, which hears of a dead rank only where it exchanges with that very rank, or until the group's timeout,
         # which is long. First abort the collectives (in a thread, since an abort may block), then end the process if
         # training does not notice.

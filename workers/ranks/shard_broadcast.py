@@ -1,7 +1,7 @@
 """Passes the shards of the run's work queue to all ranks of a learner: rank 0 claims them and tells the others.
 
 All ranks read the same shards in the same order, and each takes its own indices of each batch (`batches`). A step is a
-step of all ranks, so what rank 0 has trained on, all have: rank 0 alone acknowledges shards. When it could not claim a
+step of all ranks, so what rank 0 has trained on, all have: only rank 0 acknowledges shards. When it could not claim a
 shard in time and reads an earlier one again, it tells the others that too.
 """
 
@@ -21,7 +21,7 @@ LOOK_S = 0.2
 # Seconds that a rank waits for rank 0 to draw as many shards before it logs a warning.
 PATIENCE_S = 60.0
 # Seconds of the same wait in training after which it is an error. This is below torch's own timeout for gloo, half an
-# hour, and long enough for what rank 0 does alone between two batches, such as an evaluation.
+# hour, and long enough for what only rank 0 does between two batches, such as an evaluation.
 GIVES_UP_S = 600.0
 # Length, seed, batch size, and batches per step, as a rank's loop passed them.
 LoaderArguments = tuple[int, int | None, int, int]
@@ -59,7 +59,7 @@ class LeadingShards:
     def __init__(
         self, shards: ShardSource, first: ClaimedShard, notify: Callable[[ClaimedShard | None, Shard], None]
     ) -> None:
-        """shards: the ones after the first. notify: tells the other ranks."""
+        """shards: those after the first. notify: tells the other ranks."""
         self._shards, self._notify = shards, notify
         notify(first, first.shard)
 

@@ -1,7 +1,7 @@
 """How the ranks of a learner end: together, when a signal arrives inside torch, and while gloo's threads still run.
 
 `ExitBarrier`: a rank that leaves its loop announces the step after which it left. If the others train on, they wait
-inside torch for its gradients, for ever, so they cannot follow. After `LEAVE_TOGETHER_S` all ranks therefore end with
+inside torch for its gradients, forever, so they cannot follow. After `LEAVE_TOGETHER_S` all ranks therefore end with
 an error that names the ranks that left and their steps.
 
 `RankStopping` ends a rank that is asked to end while its main thread is inside torch, where Python's signal handlers do
@@ -52,7 +52,7 @@ from diloco.workers.stopping import HANGUP, STOPS, Stopping
 
 # Seconds from the time at which one rank leaves its loop until all must have left theirs.
 LEAVE_TOGETHER_S = 40.0
-# After so many seconds without a step of rank 0, a warning says which step each rank has reached.
+# After this many seconds without a step of rank 0, a warning says which step each rank has reached.
 APART_S = 60.0
 EQUALLY = "all ranks of a learner must call step equally often, and then leave"
 
@@ -147,7 +147,7 @@ SHOWN = 3
 
 
 class RankStopping(Stopping):
-    """The requests to end that a rank received by signals, also while its main thread is inside torch."""
+    """The requests to end that a rank received by signals, even while its main thread is inside torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class RankStopping(Stopping):
         self.report: Callable[[str, float], str] = lambda why, within_s: why
         """Tells the other ranks and the bus why this rank ends, within a time in seconds; returns what to log."""
         self._awaited = 0
-        """The signal for which the main thread is to come back; 0 if there is none."""
+        """The signal for which the main thread should come back; 0 if there is none."""
         self._responded_s = 0.0
         """Time at which the main thread was last known to be in Python."""
         self._wakeup: socket.socket | None = None
@@ -183,7 +183,7 @@ class RankStopping(Stopping):
         OwnThread("signals", partial(self._watch, reader)).start()
 
     def restore(self) -> None:
-        """Undo `install`. If called in another thread than the main one, the watch stays but does nothing."""
+        """Undo `install`. If called outside the main thread, the watch stays but does nothing."""
         super().restore()
         if threading.current_thread() is not threading.main_thread() or self._wakeup is None:
             return
@@ -200,7 +200,7 @@ class RankStopping(Stopping):
     def _on_probe(self, number: int, frame: FrameType | None) -> None:
         self._responded_s = time.monotonic()
 
-    # --- the thread beside --------------------------------------------------------------------------------
+    # --- the watching thread --------------------------------------------------------------------------------
 
     def _watch(self, reader: socket.socket) -> None:
         count = 0  # of the signals that came
@@ -248,7 +248,7 @@ class RankStopping(Stopping):
 
 
 def hang_limit_s(step_s: float) -> float:
-    """Return the seconds that a main thread which may wait for ever is given, by its step time in seconds."""
+    """Return the seconds that a main thread which may wait forever is given, by its step time in seconds."""
     return max(HANG_S, min(MAX_HANG_S, HANG_STEPS * step_s))
 
 
@@ -284,8 +284,8 @@ THREADS = Path("/proc/self/task")
 # The name that torch gives to a thread that does a gloo group's work.
 GLOO_THREAD = "pt_gloo_runloop"
 GLOO_WAIT_S = 10.0
-# Two looks are this many switch intervals apart. A thread that waits for the GIL wakes up once per interval, so between
-# two looks it must have been awake.
+# Two checks are this many switch intervals apart. A thread that waits for the GIL wakes up once per interval, so
+# between two checks it must have been awake.
 LOCK_WAITS = 2
 _FIELDS = "State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 

@@ -2,7 +2,7 @@
 
 | model | ranks of the learner |
 |---|---|
-| plain, in one process | none: the process is a learner by itself |
+| plain, in one process | none: the process is a learner on its own |
 | in DistributedDataParallel | the ranks of its process group |
 | sharded by `fully_shard` (FSDP2, HSDP) | the ranks of its mesh |
 | plain, with a mesh or a process group passed | the ranks of that; the loop averages gradients itself |
@@ -90,7 +90,7 @@ class Arguments(Message):
 
 
 class Readiness(Message):
-    """A rank's answer whether it can go on to join."""
+    """A rank's answer whether it can join."""
 
     max_bytes: ClassVar[int] = 2**17
 
@@ -160,7 +160,7 @@ def gather_messages(group: Any, own: M) -> list[M]:
 
 
 def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
-    """Return the global ranks that form one learner with this process; empty if it is a learner by itself.
+    """Return the global ranks that form one learner with this process; empty if it is a learner on its own.
 
     Args:
         model: the model to train.
@@ -197,7 +197,7 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
 
 
 def _check_restarts() -> None:
-    """Raise UsageError if ranks that torchrun restarts would wait for ever, as they would even without a learner."""
+    """Raise UsageError if ranks that torchrun restarts would wait forever, as they would even without a learner."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UsageError(STALE_STORE)
@@ -323,7 +323,7 @@ class RankGroup:
 
     @staticmethod
     def abort() -> None:
-        """Abort the collectives in flight, so that a training thread that waits for one goes on. NCCL supports this."""
+        """Abort the collectives in flight, so that a training thread waiting for one continues. NCCL supports this."""
         for group in list(distributed.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):  # a backend that cannot be aborted
                 group.abort()
@@ -366,7 +366,7 @@ def rendezvous(
         ranks: the learner's global ranks.
         model: this rank's model.
         propose: returns the spec that this rank would propose; an error that it raises on one rank reaches all ranks.
-        learner: id and incarnation that this process would have as a learner by itself.
+        learner: id and incarnation that this process would have as a learner on its own.
         asked: arguments of the `Learner` that must be equal on all ranks, as text.
 
     Raises:
@@ -489,7 +489,7 @@ def _synchronised(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _own_address(beside_rank_0: bool) -> str:
-    """Return an address of this machine that the others can reach: the one from which torch's own store is reached."""
+    """Return an address of this machine that the others can reach: that from which torch's own store is reached."""
     master = os.environ.get("MASTER_ADDR", socket.gethostname())
     if beside_rank_0:
         return master

@@ -1,6 +1,6 @@
-"""Requests between the exchange threads of a learner's ranks, over TCP: each rank is connected to each other. asyncio.
+"""Requests between the exchange threads of a learner's ranks, over TCP: each rank is connected to each other.
 
-torch.distributed cannot carry them: a gloo receive from any rank, or a pop from a TCPStore's queue, goes on waiting
+torch.distributed cannot carry them: a gloo receive from any rank, or a pop from a TCPStore's queue, continues waiting
 when the sender is killed, and a gloo receive from one rank cannot be broken off (`abort` has no effect on it), so its
 thread would outlive the learner. A socket reports a killed process at once, because the kernel closes its connections,
 and an unreachable machine after `SILENT_S`.
@@ -225,7 +225,7 @@ class Transport:
 
     @property
     def reports(self) -> bool:
-        """True if this rank is the one that reports `reason` to the run. Valid once all is over."""
+        """True if this rank reports `reason` to the run. Valid once all is over."""
         return bool(self.reason) and not self._reported and self.rank == min(self._left)
 
     async def end(self, why: str) -> None:
@@ -256,7 +256,7 @@ class Transport:
         self._break(RankGone(self.reason))
 
     async def cause(self, within_s: float) -> str:
-        """Return the reason for which all ranks end if it becomes known within `within_s` seconds, else ""."""
+        """Return the reason for which all ranks end if it becomes known within `within_s` seconds, otherwise ""."""
         with suppress(TimeoutError, DilocoError):
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._broken)
@@ -267,7 +267,7 @@ class Transport:
 
         Raises:
             RankGone: names the rank.
-            DilocoError: a handler or task whose result nobody awaits has failed.
+            DilocoError: a handler or task whose result is not awaited has failed.
         """
         await self._broken
 

@@ -26,7 +26,7 @@ from diloco.workers.trainer.together import AT_WORK
 MAX_RESTARTS = 100
 # The exit status of a command that was given something it cannot use (`cli.main`).
 REFUSED_STATUS = 2
-# After so many attempts in a row that each ended within so many seconds, another attempt will do no better.
+# After `MAX_QUICK` attempts in a row that each ended within `QUICK_S` seconds, another would not help.
 MAX_QUICK, QUICK_S = 5, 60.0
 # Seconds, on top of the time to flush, before ranks that were asked to end are killed. It must exceed the time that
 # ranks wait for each other when they leave (`rank_exchange.GOODBYE_S`).

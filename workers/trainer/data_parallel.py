@@ -1,7 +1,7 @@
 """The baseline: data-parallel training of the same model, text, optimizer and schedule.
 
 Gradients are averaged over all ranks at every step. So one step's batch is N times a learner's, and every rank waits
-for the slowest, which is what the decoupled method avoids. One all-reduce carries the gradients and the few numbers on
+for the slowest, which the decoupled method avoids. One all-reduce carries the gradients and the few numbers on
 which the ranks must agree (loss, stop, report, evaluate).
 """
 

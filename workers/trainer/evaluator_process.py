@@ -17,7 +17,7 @@ from diloco.workers.trainer.recipe import check_text, choose_device, held_out_lo
 def built_in(spec: Spec, settings: EvaluatorProcess) -> Measured:
     """Return the run's model and a function that measures its loss on the validation slice of the run's text.
 
-    The text is at the place that the settings name, else at the one in the spec.
+    The text is at the place that the settings name, otherwise at that in the spec.
 
     Raises:
         UsageError: the run's model is not built in, or its text or tokenizer is not on this machine.

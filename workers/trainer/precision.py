@@ -1,7 +1,7 @@
 """How a model is called in training: in fp32 or bf16, with activations kept or recomputed.
 
 In bf16 the model itself stays in float32 and holds the masters: the optimizer steps them, the learner publishes and
-adopts them, and checkpoints contain them. Beside it there is a bf16 copy, which does all the computation. The copy's
+adopts them, and checkpoints contain them. Next to it there is a bf16 copy, which does all the computation. The copy's
 parameters are rounded from the masters at each call, and its gradients are added to the masters' in float32.
 """
 
@@ -52,7 +52,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 class InBf16(nn.Module):
     """A bf16 copy of a float32 model that computes in its place.
 
-    The copy takes 2 bytes per parameter besides the masters' 4. It shares the model's buffers.
+    The copy takes 2 bytes per parameter in addition to the masters' 4. It shares the model's buffers.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, compiled: bool) -> None:

@@ -27,7 +27,7 @@ TrainerSpec = dict[str, str | int | float | bool | None]
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of this name; "auto" takes CUDA if there is any, else the CPU.
+    """Return the device of this name; "auto" takes CUDA if there is any, otherwise the CPU.
 
     Raises:
         UsageError: the device is not on this machine, or is of a kind that the trainer does not know.

@@ -77,7 +77,7 @@ class _Bytes:
 
 
 class _Pairs:
-    """The tokenizer whose file lies beside token shards."""
+    """The tokenizer whose file lies next to token shards."""
 
     def __init__(self, folder: Path, fingerprint: object) -> None:
         index = read_index(folder)
@@ -143,7 +143,7 @@ def sample(
 
 
 def _to_fastest_device(model: nn.Module) -> torch.device:
-    """Move a model to a GPU if there is one with room for it: on a CPU a large model would take minutes."""
+    """Move a model to a GPU if one has memory for it: on a CPU a large model would take minutes."""
     device = choose_device("auto")
     try:
         model.to(device)

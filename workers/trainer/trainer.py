@@ -101,7 +101,7 @@ def train_together(
 
     The status tells the launcher whether to restart the ranks. It does so after a crash, such as one of CUDA or NCCL,
     if another rank is gone, or if the run has another spec by now. All other errors of this project (`DilocoError`)
-    are raised: the rank was refused, or its learner cannot go on.
+    are raised: the rank was refused, or its learner cannot continue.
     """
     spec = None
     try:
@@ -115,7 +115,7 @@ def train_together(
         log.warning("rank_ended", rank=ranks.number, detail=detail)
     except RankGone as error:
         log.error("rank_ended", rank=ranks.number, detail=str(error))
-    except DilocoError:  # the rank was refused, or its learner cannot go on
+    except DilocoError:  # the rank was refused, or its learner cannot continue
         raise
     except Exception as error:
         log.exception("rank_ended", rank=ranks.number, detail=f"{type(error).__name__}: {error}")
@@ -230,6 +230,6 @@ def train_once(
     log.info("training_ended", learner=learner.id, steps=steps, reason="signal" if asked else "run finished")
     if learner.left_in_order:
         mark(ranks, at_work=False)
-    if asked and not learner.over:  # even if its last steps were lost: the run goes on
+    if asked and not learner.over:  # even if its last steps were lost: the run continues
         return AGAIN_STATUS
     return 0 if learner.left_in_order else 1

@@ -68,7 +68,7 @@ def unix_ms(time: Sequence[bytes]) -> int:
 
 
 def to_ms(seconds: float) -> int:
-    """Return whole milliseconds for Redis, at least 1: an expiry of 0 is refused or deletes, BLOCK 0 waits for ever."""
+    """Return whole milliseconds for Redis, at least 1: an expiry of 0 is refused or deletes, BLOCK 0 waits forever."""
     return max(1, round(seconds * 1000))
 
 
@@ -310,7 +310,7 @@ class RedisCalls:
         """Return the server's time in ms and the fields of hashes in one slot, read in one round trip.
 
         The commands are plain, so that read-only users need no script. They are not atomic: each sees a slightly later
-        state than the one before, and the time is read last.
+        state than the previous one, and the time is read last.
 
         Raises:
             Oversized: all replies together have more than `max_bytes`.

@@ -124,7 +124,7 @@ async def _is_cluster(place: Place, address: HostPort | None) -> bool:
 
     Raises:
         UsageError: it cannot be used.
-        BusUnavailable: nobody answers.
+        BusUnavailable: no server answers.
     """
     where = place.where if address is None else str(address)
     try:
@@ -173,7 +173,7 @@ async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[
 
 
 async def _probe_plaintext(address: HostPort, asked: bytes, within_s: float) -> str:
-    """Send `asked` without TLS; return the first line if a Redis answers, or says why it hangs up; else ""."""
+    """Send `asked` without TLS; return the first line if a Redis answers, or says why it hangs up; otherwise ""."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_connection(*address)

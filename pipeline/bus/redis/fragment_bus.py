@@ -116,7 +116,7 @@ class RedisOffers(RedisConnection, Offers):
         return (last[0][0][0].decode() if last[0] else START) if waits else None, listed
 
     def _too_many(self, group: int, names: Collection[bytes], after: Mapping[str, str] | None) -> set[bytes]:
-        """Return the unknown names if there are too many, else an empty set.
+        """Return the unknown names if there are too many, otherwise an empty set.
 
         The set is also empty before the spec is known, since a name's streams cannot be listed without it.
         """
@@ -287,7 +287,7 @@ class RedisFragmentLeases(RedisConnection, FragmentLeases):
                     del self._asked[at]
                 answers = await self._claim_all(list(asked), nonce, ttl_s, max_s)
             finally:
-                # Also if the leader fails or is cancelled: then `answers` is empty, and the others get None.
+                # Runs even if the leader fails or is cancelled: then `answers` is empty, and the others get None.
                 for callers, found in zip_longest(asked.values(), answers):
                     for one in callers:
                         if not one.cancelled():
@@ -348,7 +348,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
     async def _name_payloads(self, step: _Step, p: int, of: Commit | Republication, retired: Iterable[str]) -> None:
         """Add the payloads that the head will name, and those that it will no longer name.
 
-        A script may only touch keys that its call names, so the head's present payloads must be read first. Another
+        A script may only touch keys that its call names, so the head's current payloads must be read first. Another
         owner may change the head between this read and the script; the script therefore gets the values that were read
         (`was`) and refuses if the head differs.
         """

@@ -103,12 +103,12 @@ class Lanes:
         return str(address) if self.nodes.moves and address else self.place.where
 
     def translate(self, error: BaseException, address: HostPort | None, key: bytes | str | None = None) -> DilocoError:
-        """Translate a node's error into one of this project. key: the one that was asked for."""
+        """Translate a node's error into one of this project. key: the key that was asked for."""
         if isinstance(error, DilocoError):
             return error
         told = translate(error, self.where(address), self.place.user, key)
         # Other nodes have accepted this login, so the new node's list of users is wrong, not the login. That can be
-        # mended while the run goes on; a LoginRefused would end this party.
+        # fixed while the run continues; a LoginRefused would end this party.
         if isinstance(told, LoginRefused) and address in self._came:
             told = BusUnavailable(
                 f"Redis at {address} has been the server since a failover, and refuses the login that the other "

@@ -1,4 +1,5 @@
-"""Discovery of the servers that hold a run's keys, and of the one that holds a given key; repeated when that changes.
+"""Discovery of the servers that hold a run's keys, and of the server that holds a given key; repeated when that
+changes.
 
 There are three kinds: one server, whose host name may lead to another one later; a primary that sentinels know; and the
 primaries of a cluster, by slot. The last two are looked up every `refresh_s`. So a primary whose machine failed

@@ -231,7 +231,7 @@ class Reply(asyncio.BufferedProtocol):
                 raise ReplyTooLarge(f"not a reply: more than {self._max_bytes} bytes")
         except ReplyTooLarge as error:
             self._finish(error)
-        except ValueError as error:  # int() of something that is no length: the peer is no Redis
+        except ValueError as error:  # int() of something that is not a length: the peer is not a Redis
             self._finish(rx.InvalidResponse(f"not a reply: {error}"))
 
     @override

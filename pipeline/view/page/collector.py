@@ -1,6 +1,6 @@
-"""Reads a run for its page and for `/metrics`, and sends the page's model to all that follow it. asyncio.
+"""Reads a run for its page and for `/metrics`, and sends the page's model to all that follow it. Runs on asyncio.
 
-It only reads, with a viewer's rights. Each poll reads the present state (heads, reports, state, leases) and what is new
+It only reads, with a viewer's rights. Each poll reads the current state (heads, reports, state, leases) and what is new
 since the last poll (tape, events, evaluations). The result is encoded once for all followers.
 """
 
@@ -156,7 +156,7 @@ class Collector:
         self._bytes += len(update.data)
         while len(self._updates) > KEPT_PATCHES or self._bytes > KEPT_BYTES:
             self._bytes -= len(self._updates.popleft().data)
-        # Wake all present waiters. Each event is set once and never cleared, so a follower that took it before it read
+        # Wake all current waiters. Each event is set once and never cleared, so a follower that took it before it read
         # the updates (see `follow`) cannot miss this one.
         self._news.set()
         self._news = asyncio.Event()
@@ -198,7 +198,7 @@ class Collector:
         return self._whole.data
 
     def _known(self, last_id: str) -> int | None:
-        """Return the number in an id, if all later updates are still kept; else None."""
+        """Return the number in an id, if all later updates are still kept; otherwise None."""
         epoch, _, number = last_id.partition("-")
         if epoch != self._epoch or not (number.isascii() and number.isdigit() and len(number) < 16):
             return None

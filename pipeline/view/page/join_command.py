@@ -1,4 +1,4 @@
-"""The command that starts a party of a run, for people to copy from the page. Pure. It never contains a secret."""
+"""The command that starts a party of a run, to copy from the page. Pure. It never contains a secret."""
 
 import shlex
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class RedisRoute:
     url: str = ""
     """The URL without secrets, with words in capitals to be filled in; "" if unknown."""
     environ: Mapping[str, str] | None = None
-    """Variables that a party needs. None: the URL is no secret, and may be a flag."""
+    """Variables that a party needs. None: the URL is not secret, and may be a flag."""
     where: str = ""
     """From where the URL works, if not from everywhere, and what has to be filled in."""
     program: str = "diloco"
@@ -72,7 +72,7 @@ class RedisRoute:
         return cls(shown, environ if secret or files else None, where + fill + (", and your FILE" if files else ""))
 
     def start(self, party: str, run: str, again: str = "", own_loop: bool = False) -> tuple[str, str]:
-        """Return (what a person has to start, if no command of this project does, else ""; the command, or "").
+        """Return (what a person has to start, if no command of this project does, otherwise ""; the command, or "").
 
         again: name of a learner to start again. own_loop: learners are the user's own programs.
         """

@@ -1,4 +1,4 @@
-"""Drawing of learners' lanes and fragments' strips, from the tape and from the present status. Pure.
+"""Drawing of learners' lanes and fragments' strips, from the tape and from the current status. Pure.
 
 Times in messages come from peers and may be wrong: none is drawn later than now.
 """
@@ -10,7 +10,7 @@ from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeReco
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
 
-# A learner reports three times a second. If none arrives for this long, its lane has a gap.
+# A learner reports three times per second. If none arrives for this long, its lane has a gap.
 SILENT_S = 1.0
 # A condition that holds at two polls is drawn as continuous if they are at most this far apart.
 GLANCE_S = 5.0
@@ -117,7 +117,7 @@ class Shown:
         self._learners: dict[str, None] = {}
 
     def learner(self, name: str) -> bool:
-        """Return whether a learner has a lane, and give it one if there is room."""
+        """Return whether a learner has a lane, and give it one if there are fewer than `max_lanes`."""
         if name not in self._learners and len(self._learners) < self._max_lanes:
             self._learners[name] = None
         return name in self._learners
@@ -132,7 +132,7 @@ class Shown:
 
 
 class LearnerLife:
-    """The last known state of one learner, from which its present activity is derived."""
+    """The last known state of one learner, from which its current activity is derived."""
 
     def __init__(self) -> None:
         self._incarnation = ""
@@ -146,7 +146,7 @@ class LearnerLife:
     ) -> LearnerBits:
         """Continue its lane, and return what it does now.
 
-        behind: number of fragments whose head it has not adopted. over: the run is finished, so silence is no gap.
+        behind: number of fragments whose head it has not adopted. over: the run is finished, so silence is not a gap.
         """
         lane, heard_s, before_s = learner_lane(learner["id"]), now_s - learner["age_s"], self._heard_s
         if learner["incarnation"] != self._incarnation:

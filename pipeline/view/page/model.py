@@ -26,7 +26,7 @@ FINE_S, COARSE_S = 0.5, 0.25
 MAX_LANES = 512
 MAX_MARKS = 400
 MAX_LOSSES = 2000
-# Of a run that claims to have begun earlier, only this much is drawn.
+# If a run claims to have begun earlier, only this much of it is drawn.
 OLDEST_S = 400 * 86400.0
 # Events that are marked on the page, with their labels.
 NAMES = {
@@ -48,7 +48,7 @@ Model = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """The result of one poll of a run: its present state, and what is new since the last poll."""
+    """The result of one poll of a run: its current state, and what is new since the last poll."""
 
     now_s: float
     """Unix time."""

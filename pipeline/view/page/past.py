@@ -3,7 +3,7 @@
 merged, rejected, merges   exact from the tape, as far back as it goes; earlier ones are added to the sums at its start
 trained                    from reports: a straight line from an incarnation's first step to its last report
 loss                       from evaluations
-overwritten, died, pending only the present sums are known, so they are drawn from the first poll on
+overwritten, died, pending only the current sums are known, so they are drawn from the first poll on
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ def grown(
 
 
 def put_sums(times: Sequence[Timeline], grew: Mapping[str, Steps], now: Mapping[str, float], now_s: float) -> None:
-    """Draw sums over time such that they end at their present values."""
+    """Draw sums over time such that they end at their current values."""
     for name, steps in grew.items():
         total = now[name] - sum(by for _, by in steps)
         if steps:
@@ -81,7 +81,7 @@ def _put(times: Sequence[Timeline], name: str, unix_s: float, value: float) -> N
 
 
 def notes(records: Sequence[TapeRecord], status: Status, began_s: float, now_s: float) -> list[str]:
-    """Return notes, for people, about parts of the history that are not available."""
+    """Return readable notes about parts of the history that are not available."""
     found = []
     merged = [one for one in records if isinstance(one, Committed) and one.contributions]
     if status["outer_steps"] > len(merged):

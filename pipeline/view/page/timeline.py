@@ -59,7 +59,7 @@ class Timeline:
         self._touch(("series", name), number, number)
 
     def reach(self, unix_s: float) -> None:
-        """Make room up to a time, before earlier buckets are written."""
+        """Add buckets up to a time, before earlier buckets are written."""
         self._number(unix_s)
 
     def _touch(self, key: tuple[str, str], first: int, last: int) -> None:
@@ -67,7 +67,7 @@ class Timeline:
         self._changed[key] = min(before[0], first), max(before[1], last)
 
     def _number(self, unix_s: float) -> int:
-        """Return the number of the bucket at a time, after making room for it."""
+        """Return the number of the bucket at a time, after adding buckets up to it."""
         while (number := math.floor(unix_s / self.step_s)) - self.first >= self._max_buckets:
             if self._sliding:
                 self._slide(number - self.first - self._max_buckets + 1)

@@ -26,7 +26,7 @@ _LETTERS = r"(?:[^\w\r\n]|_)?[^\W\d_]"
 _PARTS = re.compile(rf"{_LETTERS}+|[\W\d_]+?(?={_LETTERS}|\Z)")
 # Number of different words that a vocabulary is trained on: the training takes about 1 KB of memory per word.
 MAX_WORDS = 2**17
-# At least so many different words are used for each entry that is asked for.
+# Minimum number of different words used for each requested entry.
 _WORDS_AN_ENTRY = 4
 # All bytes and the separator.
 MIN_VOCAB = 257
@@ -56,10 +56,10 @@ def train(texts: Iterable[str], vocab: int) -> Any:
 
 
 def _of_few_words(texts: Iterable[str], most: int) -> Iterator[str | list[str]]:
-    """Yield the texts unchanged if they have at most `most` different words, else only their most frequent words.
+    """Yield the texts unchanged if they have at most `most` different words, otherwise only their most frequent words.
 
-    Twice as many words are counted. Whenever there are more, the more frequent half is kept, so that late words find
-    room.
+    Twice as many words are counted. Whenever there are more, the more frequent half is kept, so that late words are
+    counted too.
     """
     held: list[bytes] = []  # bytes: a string with rare characters takes up to four times as much
     kept, dropped = Counter[str](), False
@@ -113,7 +113,7 @@ def separator_of(tokenizer: Any, told: str | None) -> int:
     """Return the token that stands between documents.
 
     Raises:
-        UsageError: the tokenizer has no known separator, or not the one in `told`.
+        UsageError: the tokenizer has no known separator, or not that in `told`.
     """
     for name in _KNOWN_SEPARATORS if told is None else (told,):
         if (token := tokenizer.token_to_id(name)) is not None:

@@ -1,7 +1,7 @@
 """Opens text that is not stored as text files: token files, memory-mapped; tables; and data sets by name.
 
 tokens.npy                                     one array of unsigned integers, made by any tokenizer
-text.parquet[,column=T]                        a table, also text.arrow, its text as bytes
+text.parquet[,column=T]                        a table (or text.arrow), its text as bytes
 hf:owner/name[,config=C][,split=S][,column=T]  a data set of the Hugging Face hub, its text as bytes
 """
 

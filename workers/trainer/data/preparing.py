@@ -1,6 +1,6 @@
 """`diloco data prepare`: turns text into token shards, with memory that does not grow with the text.
 
-Everything is written to a hidden folder beside the requested one and renamed at the end, so a folder with the final
+Everything is written to a hidden folder next to the requested one and renamed at the end, so a folder with the final
 name is always complete. A hash of a document's position in the text decides if it is held out; where that holds out too
 much or too little (few documents), the last part of all tokens is held out instead.
 """

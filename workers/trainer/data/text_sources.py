@@ -1,6 +1,6 @@
 """Where text to be tokenised comes from: files, folders, globs, tables (parquet, arrow), data sets by name.
 
-A source is a list of parts, each of which can be read independently. Their order depends on names alone, so that the
+A source is a list of parts, each of which can be read independently. Their order depends only on names, so that the
 same files give the same tokens in any place. Only what is being read is held in memory.
 """
 
@@ -69,7 +69,7 @@ def documents(source: Source, told: Callable[[], None] = lambda: None) -> Iterat
 
 
 def sample(source: Source, max_bytes: int) -> Iterator[str]:
-    """Yield about `max_bytes` at most: the starts of parts all over the source, the same ones each time."""
+    """Yield roughly up to `max_bytes` of text: the starts of parts spread over the source, the same every time."""
     count, left = len(source.parts), max_bytes
     share = max(max_bytes // max(1, count), PIECE_BYTES)
     for number in range(count):
@@ -93,7 +93,7 @@ def _open(text: str, column: str, streaming: bool) -> Source:
     if path.is_dir():
         files = visible_files(path)
         tables = [file for file in files if file.suffix in TABLES]
-        source = _of_files(tables or files, column)  # files beside tables describe them: not text
+        source = _of_files(tables or files, column)  # files next to tables describe them: not text
     elif path.is_file():
         source = _of_files([path], column)
     else:

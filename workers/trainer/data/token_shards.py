@@ -5,7 +5,7 @@
     FOLDER/validation-00000.bin
     FOLDER/tokenizer.json         the tokenizer that made the tokens and turns them into text
 
-The fingerprint covers the index alone, so that opening reads no shard; only a shard's size is compared with the index.
+The fingerprint covers only the index, so that opening reads no shard; only a shard's size is compared with the index.
 A shard's digest is computed when it is written. `check_shards` reads everything and compares the digests.
 """
 
@@ -99,7 +99,7 @@ def _has_index(folder: Path) -> bool:
 
 
 def foreign_file(folder: Path, finished: bool = True) -> str:
-    """Return the name of something in a folder that no preparation wrote; "" if there is none and it may be replaced.
+    """Return the name of an entry in a folder that was not written by a preparation; "" if the folder may be replaced.
 
     finished: the folder must have an index.
     """
@@ -111,7 +111,7 @@ def foreign_file(folder: Path, finished: bool = True) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Read and check the index alone; the shards need not be there.
+    """Read and check only the index; the shards need not exist.
 
     Raises:
         UsageError: the index is missing or damaged.
@@ -165,7 +165,7 @@ def _mapped(path: Path, tokens: int, dtype: np.dtype[np.unsignedinteger]) -> Tok
 
 
 def _check_size(path: Path, size: int) -> None:
-    """Raise UsageError if the file is not there or its size is not the one in the index."""
+    """Raise UsageError if the file is not there or its size differs from that in the index."""
     try:
         found = path.stat().st_size
     except OSError as error:

@@ -18,7 +18,7 @@ from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES, TextData, Tokens
 from diloco.workers.trainer.models.hf_checks import check_fits, config_of
 from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
 
-# A larger text must be made into token shards once: each party would tokenise it anew at each start.
+# A larger text must be made into token shards once: each party would tokenise it again at each start.
 MAX_BYTES = 256 * 2**20
 # Pieces handed to the tokenizer's threads at once.
 SOME = 64
@@ -82,9 +82,9 @@ def _tokenizer(model: HfModel) -> Any:
 
 
 def _vocabulary(data: str, tokens: TextData | None, model: HfModel, tokenizer: Any) -> tuple[int, str]:
-    """Return the size of the vocabulary that a model is to read, and in words what has it.
+    """Return the size of the vocabulary that the model must read, and a description of its source.
 
-    tokens: the text if it is tokens already, else None.
+    tokens: the text if it is tokens already, otherwise None.
     """
     if tokens is not None:
         return tokens.entries, f"the vocabulary of data={data!r}"

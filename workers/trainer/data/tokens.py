@@ -60,7 +60,7 @@ class TextData:
     tokenizer: str | None = None
     """Digest of the tokenizer that read the text when it was opened."""
     made_by: tuple[str, ...] | None = None
-    """Digests of the tokenizer's file if the text was tokens already, empty if they are not known; else None."""
+    """Digests of the tokenizer's file if the text was tokens already, empty if they are not known; otherwise None."""
 
     @property
     def vocab(self) -> int:

@@ -16,7 +16,7 @@ from diloco.workers.trainer.models.hf_checks import config_of
 from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
 from diloco.workers.trainer.optional import first_line, library
 
-# A parameter may be set in a module so many times while a model is built: tied parameters are set several times.
+# How often a parameter may be set in a module while a model is built: tied parameters are set several times.
 _MAX_REGISTERED = 4
 
 

@@ -1,7 +1,7 @@
 """Reads what `--model hf:...` names: a causal language model of transformers. Needs neither transformers nor torch.
 
 hf:FOLDER          config.json, with weights (safetensors) and a tokenizer (tokenizer.json) if they are there
-hf:FILE.json       a config alone: the run begins from random parameters
+hf:FILE.json       only a config: the run begins from random parameters
 hf:OWNER/NAME      a folder of the Hugging Face hub
 hf:{...}           the config itself, as a run's spec has it
 """
