@@ -8,9 +8,9 @@ many learners the goodput requires.
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from diloco.pipeline.messages.wire import OuterName
+from diloco.pipeline.messages.wire import Codec, OuterName
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS
 from diloco.pipeline.party_memory import (
     CHECKPOINT_BYTES,
@@ -48,7 +48,7 @@ class Global(NamedTuple):
 
 GLOBALS: dict[str, Global] = {"fp32": Global(4.0, 0.0, 4.0), "bf16": Global(2.0, 2.0, 4.0)}
 # Codecs that a plan may choose, the paper's main setting first. Paper: 4 bits cost vision quality (34.4 for 36.6).
-BY_CHOICE = ("bf16", "int8", "int4")
+BY_CHOICE: tuple[Codec, ...] = ("bf16", "int8", "int4")
 # In steps. A round trip may exceed its limit by this much, which is rounding error.
 ROUNDING = 1e-9
 OUTER_SETTINGS = ("outer_lr", "outer_momentum", "outer_warmup")
@@ -74,7 +74,7 @@ class Pace(NamedTuple):
 
     interval: int
     fragments: int
-    codec: str
+    codec: Codec
     global_codec: str
     threads: int
     """Threads of a syncer's matrix products."""
@@ -86,7 +86,14 @@ class Pace(NamedTuple):
     warnings: list[str]
 
 
-def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_codec: str, outer: OuterName) -> Pace:
+def pace_of(
+    site: Site,
+    learners: int,
+    overlap_steps: int,
+    codec: Literal["auto", Codec],
+    global_codec: str,
+    outer: OuterName,
+) -> Pace:
     """Choose H, P and codecs for a site.
 
     Args:
@@ -116,7 +123,7 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     hidden_s, alone_s = overlap_steps * site.step_time, outer_operations(site, outer) / CORE_FLOPS
     step_s = alone_s / site.syncer_cores
 
-    def fragmented(name: str) -> tuple[int, str, float]:
+    def fragmented(name: Codec) -> tuple[int, Codec, float]:
         """Return (fragments, codec, round trip): the fewest fragments whose round trip is hidden, or else the most."""
         fitting = [p for p in FRAGMENTS if p <= most] or [most]
         trips = {p: round_trip_s(site, learners, p, CODECS[name], pulled, step_s / p) for p in fitting}
@@ -214,7 +221,7 @@ class Needs:
     learners: int
     sync_interval: int
     fragments: int
-    codec: str
+    codec: Codec
     global_codec: str
     outer: OuterName
     width: float

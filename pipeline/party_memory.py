@@ -3,11 +3,10 @@
 import math
 from typing import Literal
 
-from diloco.pipeline.messages.wire import OuterName
+from diloco.pipeline.messages.wire import Codec, OuterName
+from diloco.pipeline.payload.codec import TRAITS
 from diloco.pipeline.redis_memory import CODECS, VALUE_BYTES
 
-# Codecs of deltas for which no quantization error is kept.
-EXACT = ("fp32", "bf16")
 # Factor on the syncer's memory: freed buffers are reused, and up to a quarter more is held (`payload.buffers`).
 SYNCER_SPARE = 1.25
 # The program itself, and chunks in flight. Measured (docs/results/performance.md).
@@ -27,7 +26,7 @@ MIN_ROOM = 2
 CHECKPOINT_BYTES = 2 * VALUE_BYTES
 
 
-def syncer_bytes(params: float, learners: int, codec: str, outer: OuterName, share: float = 1.0) -> float:
+def syncer_bytes(params: float, learners: int, codec: Codec, outer: OuterName, share: float = 1.0) -> float:
     """Return the peak memory of a syncer that serves the part `share` of the model: when all of its windows are open.
 
     That is the case when a run ends, and after an outage. Between merges a syncer keeps the values, the momentum, and
@@ -42,7 +41,7 @@ def syncer_share(fragments: int, syncers: int) -> float:
     return math.ceil(fragments / max(1, syncers - 1)) / fragments
 
 
-def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) -> float:
+def exchange_bytes(params: float, fragments: int, codec: Codec, ranks: int = 1) -> float:
     """Return the memory that one rank of a learner needs in addition to its training (`docs/explanation/ranks.md`).
 
     A rank holds, for the fragments that it serves, the bases, the residuals, and (as long as nothing is merged) the
@@ -50,13 +49,13 @@ def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) ->
     one fragment or of as many as fit while the bus is unavailable. With several ranks, a rank holds only
     the wire buffer of an exact snapshot, and in both directions its rows of what all ranks serve.
     """
-    lost = 0 if codec in EXACT else VALUE_BYTES
+    lost = VALUE_BYTES if TRAITS[codec].feedback else 0
     kept = (VALUE_BYTES + 3 * lost) * math.ceil(fragments / ranks)
     snapshots = VALUE_BYTES * (max(MIN_ROOM, math.ceil(fragments / ROOM_SHARE)) if ranks == 1 else 1)
     rows = 0 if ranks == 1 else 2 * VALUE_BYTES * min(1, fragments / ranks) - (0 if lost else VALUE_BYTES)
     return params / fragments * (kept + snapshots + CODECS[codec] + VALUE_BYTES + rows)
 
 
-def learner_bytes(params: float, fragments: int, codec: str, ranks: int = 1) -> float:
+def learner_bytes(params: float, fragments: int, codec: Codec, ranks: int = 1) -> float:
     """Return the memory of one rank of a learner without its training: the exchange plus the process itself."""
     return exchange_bytes(params, fragments, codec, ranks) + LEARNER_PROCESS_BYTES

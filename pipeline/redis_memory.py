@@ -1,14 +1,12 @@
 """How much memory Redis needs for a run: one formula for the planner, the syncer's check and the docs. Pure."""
 
-from typing import get_args
-
 from diloco.pipeline.messages.moments import MAX_OFFERED_BYTES
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.codec import payload_bytes
+from diloco.pipeline.payload.codec import TRAITS, payload_bytes
 
 _MANY = 2**20
 # Bytes per element of a delta, by codec.
-CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
+CODECS: dict[Codec, float] = {codec: payload_bytes(_MANY, codec) / _MANY for codec in TRAITS}
 # Globals held per fragment: the current one, its predecessor, and the next one while it is uploaded.
 GLOBALS_HELD = 3
 # Outer states held per fragment: the current one and the next one. The replaced one is deleted at once.
@@ -26,7 +24,7 @@ RESERVE_BYTES = 32 * 2**20
 MACHINE_TIMES = 2
 
 
-def redis_bytes(elements: float, learners: int, codec: str) -> float:
+def redis_bytes(elements: float, learners: int, codec: Codec) -> float:
     """Return the memory that Redis needs, over all nodes of a cluster together; `redis_holds` says what it is for.
 
     The count includes a delta of every learner for every fragment, because they pile up while no syncer runs. A global
@@ -36,7 +34,7 @@ def redis_bytes(elements: float, learners: int, codec: str) -> float:
     return elements * each + offered_bytes(elements) + RESERVE_BYTES
 
 
-def round_bytes(elements: float, learners: int, codec: str) -> float:
+def round_bytes(elements: float, learners: int, codec: Codec) -> float:
     """Return the bytes uploaded in a round: for all fragments, a delta per learner, the next global and outer state."""
     return elements * (CODECS[codec] * learners + 2 * VALUE_BYTES)
 

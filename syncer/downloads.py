@@ -18,7 +18,7 @@ from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.payload.codec import DTYPES, PayloadReader
+from diloco.pipeline.payload.codec import TRAITS, PayloadReader
 from diloco.pipeline.transfer.payloads import Offload, arriving
 from diloco.pipeline.waiting import woken_or_done
 from diloco.syncer.admission import TIMEOUT_FACTOR, Offer, UploadProgress
@@ -274,9 +274,9 @@ class Downloads:
             norms, reader = DeltaNorms(layout), PayloadReader(layout.elements, sync.codec, sync.chunk_bytes)
             try:
                 async for chunks in arriving(self._bus, key, reader):
-                    # For plain dtypes the cast and the sum are cheaper here, with the chunk still in the CPU cache,
+                    # If decoding is quick, it and the sum are cheaper here, with the chunk still in the CPU cache,
                     # than in another thread.
-                    if sync.codec in DTYPES:
+                    if TRAITS[sync.codec].quick:
                         feed(reader, norms, chunks)
                     else:
                         await self._offload(feed, reader, norms, chunks)

@@ -15,7 +15,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -32,8 +32,7 @@ from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, Shar
 from diloco.pipeline.messages.spec import Wanted
 from diloco.pipeline.messages.tape import Committed, Rewound, WindowChanged
 from diloco.pipeline.messages.wire import Codec, Message
-from diloco.pipeline.payload import quantize
-from diloco.pipeline.payload.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode
+from diloco.pipeline.payload.codec import TRAITS, PayloadReader, as_bytes, decode, decode_tape, encode
 from diloco.syncer.merging.merge import BLOCK, delta_norms
 from tests import samples
 from tests.samples import encode_chunks
@@ -96,13 +95,10 @@ EXAMPLES: dict[type[Message], Message] = {
 }
 KINDS = tuple(EXAMPLES)
 VALUES = np.arange(ELEMENTS, dtype=np.float32)
-CODECS: tuple[Codec, ...] = get_args(Codec)
-SENT: dict[Codec, Any] = {
-    codec: VALUES.astype(DTYPES[codec]) if codec in ("bf16", "fp32") else quantize.encode(VALUES, codec)
-    for codec in CODECS
-}
+CODECS = tuple(TRAITS)
+SENT = {codec: np.asarray(as_bytes(samples.on_wire(VALUES, codec))) for codec in CODECS}
 SENT_BYTES = {sent.tobytes() for sent in SENT.values()}
-CHUNKS: dict[Codec, tuple[bytes, ...]] = {codec: tuple(encode_chunks(SENT[codec], CHUNK_BYTES)) for codec in CODECS}
+CHUNKS = {codec: tuple(encode_chunks(SENT[codec], CHUNK_BYTES)) for codec in CODECS}
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**53, 2**62, 2**63, 2**64 - 1, -(2**63)),
@@ -230,7 +226,7 @@ def feed(chunks: list[bytes], codec: Codec = "fp32") -> bool:
 
 def forged(chance: random.Random, codec: Codec) -> list[bytes]:
     """A payload whose digests are right, of bytes that nobody encoded: noise, all ones, or a few bytes changed."""
-    wire = np.array(SENT[codec]).view(np.uint8)
+    wire = np.array(SENT[codec])
     match chance.randrange(3):
         case 0:
             wire[:] = np.frombuffer(chance.randbytes(len(wire)), np.uint8)

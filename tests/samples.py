@@ -17,7 +17,9 @@ from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, Optimize
 from diloco.pipeline.messages.run import Evaluation, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected
-from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload.codec import DTYPES, Vector, as_bytes, payload_digest
+from diloco.pipeline.payload.quantize import KINDS, Quantized, encode
 from diloco.pipeline.transfer.globals import push_global
 from diloco.syncer.merging.merge import Contributions, Sum, delta_norms
 from diloco.syncer.merging.outer import Outer, OuterStep, State, Stepped
@@ -254,6 +256,11 @@ def moments_offer(**given: Any) -> MomentsOffer:
         "began_unix_s": 1000.0,
     }
     return MomentsOffer(**{**values, **given})
+
+
+def on_wire(values: npt.NDArray[np.float32], codec: Codec) -> Vector:
+    """A vector (elements,) in its wire format."""
+    return Quantized(encode(values, codec), len(values), codec) if codec in KINDS else values.astype(DTYPES[codec])
 
 
 def encode_chunks(array: npt.NDArray[Any], chunk_bytes: int) -> Iterator[bytes]:

@@ -2,8 +2,8 @@
 
 `quantize` defines the codes; here torch does the same single float32 operations, on as many blocks at a time as suits a
 device. So every operation must give the same result on every device: a division by a number is a product with its
-reciprocal on CUDA, while a division by a tensor is a true division. (Only a NaN in fp32 or bf16 may become another NaN;
-such a delta is refused.)
+reciprocal on CUDA, while a division by a tensor is a true division. (Only a NaN may become another NaN, where
+elements have a type of their own; such a delta is refused.)
 
 On CUDA everything runs in a stream of its own, from threads other than the training thread, which never waits for it:
 the training thread only queues a copy on the device when a snapshot is taken and when a fragment is adopted
@@ -13,6 +13,7 @@ the training thread only queues a copy on the device when a snapshot is taken an
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload.codec import TRAITS
 from diloco.pipeline.payload.quantize import BLOCK, GROUP, MIN_ABSMAX, Kind
 from diloco.workers.encoding import grown
 
@@ -35,21 +37,24 @@ def encoded(delta: torch.Tensor, kind: Codec) -> Iterator[torch.Tensor]:
     """Yield a delta's wire bytes, in parts (bytes,) of uint8, on its device.
 
     Args:
-        delta: (elements,) float32, contiguous. If the codec quantizes, it is overwritten with the encoding error.
+        delta: (elements,) float32, contiguous. With error feedback it is overwritten with the encoding error.
         kind: of codec.
     """
-    if kind == "fp32":
-        yield delta.view(torch.uint8)
-    elif kind == "bf16":
-        yield delta.to(torch.bfloat16).view(torch.uint8)
-    else:
-        whole = len(delta) // GROUP
-        for part, groups in ((delta[: whole * GROUP], whole), (delta[whole * GROUP :], 1)):
-            if len(part):
-                missing = -len(part) % BLOCK
-                wire, decoded = _quantized(F.pad(part, (0, missing)).view(groups, -1, BLOCK), kind)
-                part -= decoded.view(-1)[: len(part)]
-                yield wire.view(-1)
+    match kind:
+        case "fp32":
+            yield delta.view(torch.uint8)
+        case "bf16":
+            yield delta.to(torch.bfloat16).view(torch.uint8)
+        case "int8" | "int4":
+            whole = len(delta) // GROUP
+            for part, groups in ((delta[: whole * GROUP], whole), (delta[whole * GROUP :], 1)):
+                if len(part):
+                    missing = -len(part) % BLOCK
+                    wire, decoded = _quantized(F.pad(part, (0, missing)).view(groups, -1, BLOCK), kind)
+                    part -= decoded.view(-1)[: len(part)]
+                    yield wire.view(-1)
+        case _:
+            assert_never(kind)
 
 
 def _quantized(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +136,7 @@ class OnDevice:
                     host[done : done + len(wire)].copy_(wire)
                     done += len(wire)
                 grow_to(done)
-        return None if kind == "bf16" or kind == "fp32" else current
+        return current if TRAITS[kind].feedback else None
 
     def grown(self, error: torch.Tensor, now: torch.Tensor | None, fed: torch.Tensor | None) -> torch.Tensor:
         """Compute `grown` on the device (`Encoder.grown`)."""

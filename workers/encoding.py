@@ -8,7 +8,7 @@ error feedback, whose vectors live there too.
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import quantize
-from diloco.pipeline.payload.codec import DTYPES
+from diloco.pipeline.payload.codec import DTYPES, TRAITS
 from diloco.pipeline.transfer.payloads import Offload
 
 Float32 = npt.NDArray[np.float32]
@@ -45,28 +45,32 @@ def encode_delta(
         base: (elements,) what the delta is measured from.
         values: returns the current values (elements,), which are overwritten.
         kind: of codec.
-        residual: (elements,) of earlier deltas, added if the codec quantizes; None: zero.
-        out: (`payload_bytes`,) written from front to back.
+        residual: (elements,) of earlier deltas, for a codec with error feedback; None: zero.
+        out: (`payload_bytes`,) written from front to back. With a codec of `DTYPES` it may begin where the values do:
+            an element's bytes are written after its value was read for the last time.
         grow_to: called after each step with the number of bytes of `out` that are final.
     """
     current = values()
-    if kind == "bf16" or kind == "fp32":
-        delta = out.view(DTYPES[kind])
-        # In blocks, so that the difference is still in the cache when converted
-        for start in range(0, len(base), BLOCK):
-            piece = slice(start, start + BLOCK)
-            np.subtract(base[piece], current[piece], out=current[piece])
-            np.copyto(delta[piece], current[piece], casting="same_kind")
-            grow_to(delta.itemsize * min(start + BLOCK, len(base)))
-        return None
-    encoding = quantize.Encoding(len(base), kind, out)
-    for start in range(0, len(base), quantize.GROUP):
-        delta = current[start : start + quantize.GROUP]
-        np.subtract(base[start : start + quantize.GROUP], delta, out=delta)
-        if residual is not None:
-            np.add(delta, residual[start : start + quantize.GROUP], out=delta)
-        grow_to(encoding.add(delta, delta))
-    return current
+    match kind:
+        case "bf16" | "fp32":
+            wire = out.view(DTYPES[kind])
+            # In blocks, so that the difference is still in the cache when converted
+            for start in range(0, len(base), BLOCK):
+                piece = slice(start, start + BLOCK)
+                np.subtract(base[piece], current[piece], out=current[piece])
+                np.copyto(wire[piece], current[piece], casting="same_kind")
+                grow_to(wire.itemsize * min(start + BLOCK, len(base)))
+        case "int8" | "int4":
+            encoding = quantize.Encoding(len(base), kind, out)
+            for start in range(0, len(base), quantize.GROUP):
+                delta = current[start : start + quantize.GROUP]
+                np.subtract(base[start : start + quantize.GROUP], delta, out=delta)
+                if residual is not None:
+                    np.add(delta, residual[start : start + quantize.GROUP], out=delta)
+                grow_to(encoding.add(delta, delta))
+        case _:
+            assert_never(kind)
+    return current if TRAITS[kind].feedback else None
 
 
 # --- where it is done -------------------------------------------------------------------------------------

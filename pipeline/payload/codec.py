@@ -26,7 +26,7 @@ from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, Codec, Message
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.quantize import KINDS, Kind, Quantized, decodable, wire_bytes
+from diloco.pipeline.payload.quantize import KINDS, Quantized, decodable, wire_bytes
 from diloco.pipeline.wrong_values import complaint
 
 M = TypeVar("M", bound=Message)
@@ -34,8 +34,26 @@ M = TypeVar("M", bound=Message)
 # The most entries of a map in a message.
 MAX_FIELDS = 256
 
-# Element type on the wire, for codecs that have one. The other codecs are in `quantize`.
-DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+class Traits(NamedTuple):
+    """What the rest of the program must know of a codec."""
+
+    dtype: np.dtype[Any] | None
+    """Element type on the wire; None: `quantize` encodes blocks of elements."""
+    feedback: bool
+    """Whether a learner keeps the encoding error for its next delta."""
+    quick: bool
+    """Whether decoding is so fast that the syncer does it on its event loop."""
+
+
+TRAITS: dict[Codec, Traits] = {
+    "bf16": Traits(np.dtype(ml_dtypes.bfloat16), feedback=False, quick=True),
+    "fp32": Traits(np.dtype(np.float32), feedback=False, quick=True),
+    "int8": Traits(None, feedback=True, quick=False),
+    "int4": Traits(None, feedback=True, quick=False),
+}
+# The codecs that encode each element alone.
+DTYPES = {codec: traits.dtype for codec, traits in TRAITS.items() if traits.dtype is not None}
 
 # A flat vector (elements,) in its wire format: in either case `vector[start:stop]` is an array.
 Vector = npt.NDArray[Any] | Quantized
@@ -99,8 +117,9 @@ def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
 
 
 def _complaint(what: str, error: ValidationError) -> BadMessage:
-    got = error.errors(include_url=False)[0]["input"]
-    return BadMessage(f"{what}: {complaint(error)} (got {_shown(got)[:80]})")
+    first = error.errors(include_url=False)[0]
+    got = "" if first["type"] == "literal_error" else f" (got {_shown(first['input'])[:80]})"  # the complaint has it
+    return BadMessage(f"{what}: {complaint(error)}{got}")
 
 
 def decode(kind: type[M], data: bytes, limit: int | None = None) -> M:
@@ -264,50 +283,16 @@ def split_chunk(encoded: bytes | memoryview, index: int, size: int) -> tuple[mem
 # --- payloads ------------------------------------------------------------------------------------
 
 
-class _Plain:
-    """A codec whose elements have a numpy type."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-
-    def nbytes(self, elements: int) -> int:
-        return elements * self._dtype.itemsize
-
-    def held(self, size: int, elements: int) -> int:
-        return min(size // self._dtype.itemsize, elements)
-
-    def vector(self, data: npt.NDArray[np.uint8], elements: int, sound: int) -> Vector:
-        return data.view(self._dtype)
-
-
-class _Blocks:
-    """A codec of `quantize`."""
-
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
-
-    def nbytes(self, elements: int) -> int:
-        return wire_bytes(elements, self._kind)
-
-    def held(self, size: int, elements: int) -> int:
-        return decodable(size, elements, self._kind)
-
-    def vector(self, data: npt.NDArray[np.uint8], elements: int, sound: int) -> Vector:
-        return Quantized(data, elements, self._kind, sound)
-
-
-_CODECS: dict[str, _Plain | _Blocks] = {name: _Plain(dtype) for name, dtype in DTYPES.items()}
-_CODECS |= {kind: _Blocks(kind) for kind in KINDS}
-
-
 def payload_bytes(elements: int, codec: Codec) -> int:
     """Return the size of a payload in bytes."""
-    return _CODECS[codec].nbytes(elements)
+    return wire_bytes(elements, codec) if codec in KINDS else elements * DTYPES[codec].itemsize
 
 
 def held(size: int, elements: int, codec: Codec) -> int:
     """Return how many elements of a vector the first `size` bytes of its payload hold."""
-    return _CODECS[codec].held(size, elements)
+    if codec in KINDS:
+        return decodable(size, elements, codec)
+    return min(size // DTYPES[codec].itemsize, elements)
 
 
 def chunk_count(elements: int, codec: Codec, chunk_bytes: int) -> int:
@@ -323,7 +308,7 @@ def as_vector(data: npt.NDArray[np.uint8], elements: int, codec: Codec, sound: i
     Raises:
         BadPayload: as in `Quantized`.
     """
-    return _CODECS[codec].vector(data, elements, sound)
+    return Quantized(data, elements, codec, sound) if codec in KINDS else data.view(DTYPES[codec])
 
 
 def digest_of(data: bytes | memoryview) -> bytes:

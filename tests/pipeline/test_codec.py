@@ -1,6 +1,5 @@
 """Messages and payloads on the wire: what goes in comes out, and nothing else gets in."""
 
-import ml_dtypes
 import msgpack
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from diloco.pipeline.messages.run import LearnerReport, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import WindowChanged
 from diloco.pipeline.payload.codec import (
+    DTYPES,
     PayloadReader,
     as_bytes,
     as_vector,
@@ -131,11 +131,11 @@ def test_a_spec_whose_fragments_are_not_filled_is_refused(tensors, complaint):
 # --- payloads ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("codec", DTYPES)
 @pytest.mark.parametrize("elements", [1, 255, 256, 257, 511, 512, 513, 1000])
 def test_a_payload_comes_out_as_it_went_in(codec, elements):
     """Bit for bit, at, below and above chunk boundaries; the digest is that of the bytes."""
-    dtype = np.float32 if codec == "fp32" else ml_dtypes.bfloat16
+    dtype = DTYPES[codec]
     array = np.random.default_rng(0).standard_normal(elements).astype(dtype)
     chunks = list(encode_chunks(array, CHUNK_BYTES))
     assert len(chunks) == chunk_count(elements, codec, CHUNK_BYTES)

@@ -5,6 +5,7 @@ import tracemalloc
 from collections import Counter
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -32,6 +33,12 @@ def test_every_kind_of_message_is_fuzzed() -> None:
     assert {kind for kind in kinds if issubclass(kind, Message) and kind is not Message} == set(fuzz.KINDS)
     for kind, example in fuzz.EXAMPLES.items():
         assert decode(kind, fuzz.encode(example)) == example
+
+
+def test_payloads_of_every_codec_are_fuzzed() -> None:
+    """By its row in the table of traits."""
+    missing = set(get_args(Codec)) - fuzz.SENT.keys()
+    assert not missing, f"give {', '.join(missing)} a row in TRAITS, pipeline/payload/codec.py"
 
 
 @pytest.mark.parametrize("kind", [*fuzz.KINDS, "chunks"], ids=lambda k: k if isinstance(k, str) else k.__name__)

@@ -1,5 +1,7 @@
 """Promises about the wire format: one number, which rises with what parties have to agree on, and who has another."""
 
+from pathlib import Path
+
 import msgpack
 import pytest
 
@@ -19,7 +21,10 @@ def test_who_changes_messages_keys_or_scripts_raises_the_number() -> None:
     )
 
 
-def test_a_change_of_a_message_a_key_or_a_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_a_message_a_key_or_a_script_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Against what this tree has, whatever was recorded."""
+    monkeypatch.setattr(wire, "WIRE_FILE", tmp_path / "wire.json")
+    wire.write()
     found = wire.found()
     changed = {part: {**digests, min(digests): "other"} for part, digests in found.items()}
     monkeypatch.setattr(wire, "found", lambda: changed)
@@ -31,6 +36,14 @@ def test_a_spec_of_another_number_is_refused_with_both_and_with_what_to_do(said:
     tree = {**samples.spec().model_dump(), "format": said, "of_that_build": 1}
     said_so = rf"wire format .*, this build speaks {FORMAT} .*go on from the run's checkpoint"
     with pytest.raises(BadMessage, match=said_so):
+        decode(Spec, msgpack.packb(tree))
+
+
+def test_a_spec_with_a_choice_of_a_later_build_is_refused_by_name() -> None:
+    """So a new codec or rule needs no new number."""
+    tree = samples.spec().model_dump()
+    tree["sync"]["codec"] = "int2"
+    with pytest.raises(BadMessage, match=r"sync.codec 'int2' is unknown to this build: .* may have written it$"):
         decode(Spec, msgpack.packb(tree))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.codec import payload_bytes
+from diloco.pipeline.payload.codec import DTYPES, payload_bytes
 from diloco.workers.encoding import encode_delta
 from diloco.workers.ranks.gather import _Gathering
 from diloco.workers.ranks.placement import Piece
@@ -40,7 +40,7 @@ async def gathered(codec: Codec, base: Base | None, cuts: Sequence[tuple[int, in
     return one
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp32"])
+@pytest.mark.parametrize("codec", DTYPES)
 @pytest.mark.parametrize("cuts", [CUTS, [(0, ELEMENTS)]])
 async def test_what_is_gathered_is_the_payload_and_nothing_else_is_kept(codec: Codec, cuts: Any) -> None:
     """Neither the values nor the base, which the next one may replace before all is uploaded."""
@@ -52,10 +52,12 @@ async def test_what_is_gathered_is_the_payload_and_nothing_else_is_kept(codec: C
     assert one.base == Base(0, 3, b"", None)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp32"])
+@pytest.mark.parametrize("codec", DTYPES)
 async def test_what_one_rank_has_alone_needs_no_more_room(codec: Codec) -> None:
     """The payload lies where its values did."""
-    one, own = _Gathering(ELEMENTS, codec), VALUES.copy()
+    one, own, due = _Gathering(ELEMENTS, codec), VALUES.copy(), np.empty(payload_bytes(ELEMENTS, codec), np.uint8)
     one.begin(Base(0, 3, b"", BASE))
     await one.take(own, [Piece(0, 0, ELEMENTS)], offload)
     assert np.shares_memory(one.values(), own)
+    encode_delta(BASE, VALUES.copy, codec, None, due)
+    assert one.values().tobytes() == due.tobytes()

@@ -1,6 +1,9 @@
 """`python -m tests.recorded`: record this tree's wire format, and a small run, anew."""
 
+import logging
 import shutil
+
+import structlog
 
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests.recorded import FOLDER, RUN, wire
@@ -21,6 +24,7 @@ async def record() -> None:
 
 def main() -> None:
     """Write both."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     wire.write()
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir()

@@ -3,7 +3,6 @@
 import math
 from typing import Any, get_args
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.pipeline.fragments import FragmentLayout, Slot, layout_of
-from diloco.pipeline.messages.wire import AVERAGED, MergeName, MergeRule, OuterName, WeightsName
-from diloco.pipeline.payload import quantize
+from diloco.pipeline.messages.wire import AVERAGED, Codec, MergeName, MergeRule, OuterName, WeightsName
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import GraceEstimator
@@ -134,15 +132,13 @@ def is_variance(slot: Slot) -> bool:
     return slot.tensor.rule == "variance"
 
 
-def deltas_of(layout: FragmentLayout, count: int, wire: str, seed: int) -> list[Any]:
+def deltas_of(layout: FragmentLayout, count: int, wire: Codec, seed: int) -> list[Any]:
     """Of different lengths; a first one of several is all zero now and then."""
     chance = np.random.default_rng(seed)
     found = [(chance.standard_normal(layout.elements) * (i + 1)).astype(np.float32) for i in range(count)]
     if count > 1 and seed % 4 == 0:
         found[0][:] = 0
-    if wire == "int8":
-        return [quantize.Quantized(quantize.encode(one, "int8"), layout.elements, "int8") for one in found]
-    return [one.astype(ml_dtypes.bfloat16) for one in found] if wire == "bf16" else found
+    return [samples.on_wire(one, wire) for one in found]
 
 
 def plain_values(deltas: list[Any]) -> list[npt.NDArray[np.float64]]:
@@ -178,7 +174,7 @@ def test_weights_of_learners_that_are_alike_are_the_papers(steps: list[int], rat
     layouts(),
     st.lists(COUNTERS, min_size=1, max_size=8),
     st.sampled_from(sorted(algorithm.WEIGHTS)),
-    st.sampled_from(["fp32", "bf16", "int8"]),
+    st.sampled_from(get_args(Codec)),
     st.integers(0, 8),
     st.sampled_from([0.0, 1.0, 1.5]),
     st.integers(0, 2**32),
@@ -187,7 +183,7 @@ def test_the_merge_is_the_algorithms_whatever_was_summed_before(
     layout: FragmentLayout,
     counters: list[tuple[int, int]],
     rule: WeightsName,
-    wire: str,
+    wire: Codec,
     before: int,
     clip: float,
     seed: int,
@@ -254,8 +250,8 @@ def test_half_of_a_window_with_tiny_deltas_makes_the_others_as_tiny() -> None:
 
 
 @settings(max_examples=20)
-@given(layouts(), st.sampled_from(["fp32", "bf16", "int8"]), st.integers(0, 2**32))
-def test_a_rebased_delta_is_the_algorithms(layout: FragmentLayout, wire: str, seed: int) -> None:
+@given(layouts(), st.sampled_from(get_args(Codec)), st.integers(0, 2**32))
+def test_a_rebased_delta_is_the_algorithms(layout: FragmentLayout, wire: Codec, seed: int) -> None:
     """In any codec, on tensors below and above the size of a block; its norms are those of what it has become."""
     (delta,) = deltas_of(layout, 1, wire, seed)
     theta, before = deltas_of(layout, 2, "fp32", seed | 1)

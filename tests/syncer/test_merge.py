@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload import quantize
+from diloco.pipeline.payload.codec import DTYPES
 from diloco.pipeline.payload.quantize import KINDS
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.merge import BLOCK, Reduced, Sum, delta_norms
@@ -55,7 +56,7 @@ def test_weights_are_never_negative_and_sum_to_one(counters):
 
 
 @pytest.mark.parametrize("rule", ["rda", "mean"])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES.values())
 def test_one_contribution_comes_out_as_it_went_in(rule, dtype):
     """With a single learner a merge is that learner's delta, to the last bit, whatever its share."""
     fragment = layout((BLOCK + 3, rule), (5, rule))
@@ -102,7 +103,7 @@ def test_the_order_of_the_list_decides_the_bits_and_nothing_else():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK, BLOCK + 1])
 def test_one_bad_element_makes_its_tensors_norm_non_finite(bad, dtype, at):
     """A poisoned delta cannot hide an element from its norm, and spoils no other tensor's."""

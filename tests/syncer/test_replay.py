@@ -3,9 +3,9 @@
 import asyncio
 import shutil
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import numpy as np
@@ -16,7 +16,7 @@ from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
-from diloco.pipeline.messages.wire import FORMAT
+from diloco.pipeline.messages.wire import FORMAT, Codec, MergeName
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
 from diloco.pipeline.settings import BusSettings
 from diloco.syncer.merging import outer
@@ -98,9 +98,9 @@ def told(outcome: Replayed) -> list[str]:
     return [str(difference) for difference in outcome.differences]
 
 
-QUICK = [("rda", "bf16", 0.9), ("rda", "int4", 0.0), ("rda-row", "int8", 0.9), ("mean", "fp32", 0.0)]
-"""Every value of each once."""
-ALL = product(("rda", "rda-row", "mean"), ("bf16", "fp32", "int8", "int4"), (0.0, 0.9))
+QUICK = list(zip(cycle(get_args(MergeName)), get_args(Codec), cycle((0.9, 0.0)), strict=False))
+"""Every value of each once, at least."""
+ALL = product(get_args(MergeName), get_args(Codec), (0.0, 0.9))
 
 
 @pytest.mark.parametrize(("merge", "codec", "momentum"), slow_beyond(len(QUICK), dict.fromkeys([*QUICK, *ALL])))

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,8 @@ from hypothesis import strategies as st
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.payload import quantize
+from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload.codec import TRAITS
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.committing import RunningSum
@@ -39,21 +39,19 @@ INTERVAL = 24
 COUNTERS = ((24, 1000), (3, 50), (24, 3000), (7, 900), (24, 1001))
 
 
-def deltas_of(wire: str) -> list[Any]:
+def deltas_of(wire: Codec) -> list[Any]:
     rng = np.random.default_rng(0)
     made = [rng.standard_normal(LAYOUT.elements, np.float32) * (i + 1) for i in range(len(COUNTERS))]
-    if wire == "int8":
-        return [quantize.Quantized(quantize.encode(one, "int8"), LAYOUT.elements, "int8") for one in made]
-    return [one.astype(ml_dtypes.bfloat16) for one in made] if wire == "bf16" else made
+    return [samples.on_wire(one, wire) for one in made]
 
 
-DELTAS = {wire: deltas_of(wire) for wire in ("fp32", "bf16", "int8")}
+DELTAS = {wire: deltas_of(wire) for wire in TRAITS}
 NORMS = {wire: [delta_norms(LAYOUT, delta) for delta in deltas] for wire, deltas in DELTAS.items()}
 
 
 @settings(max_examples=12)
 @given(st.sampled_from(sorted(DELTAS)), st.integers(1, 5), st.lists(st.integers(1, 3), max_size=4), st.booleans())
-def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: list[int], equal: bool) -> None:
+def test_what_was_summed_before_shows_in_no_bit(wire: Codec, count: int, parts: list[int], equal: bool) -> None:
     """However many at a time, under each rule, one alone among them; measured lengths too."""
     rule = "equal" if equal else "tokens"
     deltas, norms = DELTAS[wire][:count], NORMS[wire][:count]

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.codec import as_vector, digest_of, payload_bytes
+from diloco.pipeline.payload.codec import DTYPES, TRAITS, as_vector, digest_of, payload_bytes
 from diloco.pipeline.payload.quantize import BLOCK, GROUP, MIN_ABSMAX
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.syncer.metrics import Metrics
@@ -35,7 +35,7 @@ from diloco.workers.learner import Learner
 from diloco.workers.parameters import FragmentParameters, tensor_table
 from tests import HANGING_S
 
-CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
+CODECS: tuple[Codec, ...] = get_args(Codec)
 BORDERS = (1, BLOCK - 1, BLOCK, BLOCK + 1, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP + BLOCK + 7)
 HARD = np.array(
     [0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F7FFFFF, 0x00000001, 0x80000001, 0x80000000, 0, 0x7F800001],
@@ -79,16 +79,16 @@ def both(
 
 
 def check_same(elements: int, seed: int, hard: int, kind: Codec, fed: bool, device: str = "cpu") -> None:
-    """Bytes and residual; of NaN in fp32 and bf16, that they are."""
+    """Bytes and residual; of NaN in codecs of `DTYPES`, that they are."""
     base, current, residual = arrays(elements, seed, hard)
-    quantizes = kind not in ("fp32", "bf16")
-    (expected, lost), (found, also) = both(base, current, residual if fed and quantizes else None, kind, device)
-    if not quantizes:
+    feedback = TRAITS[kind].feedback
+    (expected, lost), (found, also) = both(base, current, residual if fed and feedback else None, kind, device)
+    if kind in DTYPES:
         for wire in (found, expected):
             vector = as_vector(wire, elements, kind)[:]
             vector[np.isnan(vector.astype(np.float32))] = np.nan
     np.testing.assert_array_equal(found, expected)
-    assert (also is None) is (lost is None) is not quantizes
+    assert (also is None) is (lost is None) is not feedback
     if lost is not None and also is not None:
         np.testing.assert_array_equal(also, lost)
         zeros = lost == 0

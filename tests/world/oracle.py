@@ -31,7 +31,7 @@ from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
 from diloco.pipeline.messages.tape import Committed, RefusalReason, TapeRecord
-from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
+from diloco.pipeline.payload.codec import DTYPES, TRAITS, chunk_count, decode
 from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.syncer import algorithm
@@ -139,9 +139,9 @@ class Oracle:
     # --- what the world tells ------------------------------------------------------------------------
 
     def published(self, delta: DeltaId, values: Float64) -> None:
-        """A learner made a delta: (elements,) as it will travel; a quantized one is known when it does."""
+        """A learner made a delta: (elements,) as it will travel; with error feedback it is known when it does."""
         self._published[delta] = values
-        if self._syncs[delta[0]].codec not in DTYPES:
+        if TRAITS[self._syncs[delta[0]].codec].feedback:
             self._uploads[self._keys.delta_payload(*delta)] = delta, {}
 
     def published_later(self, delta: DeltaId, base: Base, values: Callable[[], npt.NDArray[Any] | None]) -> None:

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import MergeRule
+from diloco.pipeline.payload.codec import DTYPES
 from diloco.pipeline.payload.quantize import KINDS
 from diloco.pipeline.settings import SyncSettings
 from diloco_studies.virtual.chance import Chance
@@ -224,7 +225,7 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
         sync_interval=chance.one_of((2, 3, 4), "H"),
         quorum=quorum,
         delta_clip=chance.one_of((0.0, 0.0, 1.0, 1.5), "delta clip"),
-        codec=chance.one_of((None,) * 4 + KINDS, "quantized") or chance.one_of(("bf16", "fp32"), "codec"),
+        codec=chance.one_of((None,) * 4 + KINDS, "quantized") or chance.one_of(tuple(DTYPES), "codec"),
         global_codec=chance.one_of(("fp32", "bf16"), "global codec"),
         merge=chance.one_of(("rda", "rda", "mean"), "merge"),
         weights=chance.one_of(("tokens", "tokens", "tokens", "equal"), "weights"),

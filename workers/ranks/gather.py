@@ -26,7 +26,7 @@ from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.wire import AVERAGED, Codec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.codec import DTYPES
+from diloco.pipeline.payload.codec import DTYPES, TRAITS
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.workers.background import offload
 from diloco.workers.copies.snapshots import Snapshot
@@ -49,7 +49,8 @@ RESIDUAL = 0
 class _Gathering:
     """A snapshot of a fragment while its pieces arrive at the server.
 
-    Where the codec encodes each element independently, pieces are encoded as they arrive, so only the payload is kept.
+    If the codec encodes each element alone, without feedback, pieces are encoded as they arrive, so only the payload is
+    kept.
     """
 
     missing: int
@@ -70,8 +71,9 @@ class _Gathering:
 
     def begin(self, base: Base | None) -> None:
         """Set the base; None if nothing was adopted."""
-        self.base, self.encoded = base, base is not None and self.codec in DTYPES
-        if base is not None and self.encoded:
+        self.base = base
+        if base is not None and self.codec in DTYPES and not TRAITS[self.codec].feedback:
+            self.encoded = True
             self.base, self._against = replace(base, values=None), base.values
         self.begun.set()
 

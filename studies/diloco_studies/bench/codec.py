@@ -34,7 +34,17 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.codec import DTYPES, Payload, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
+from diloco.pipeline.payload.codec import (
+    DTYPES,
+    TRAITS,
+    Payload,
+    PayloadReader,
+    Vector,
+    as_bytes,
+    as_vector,
+    payload_bytes,
+)
+from diloco.pipeline.payload.quantize import KINDS
 from diloco.pipeline.transfer.payloads import arriving, push_growing
 from diloco.syncer.downloads import feed
 from diloco.syncer.merging.merge import BLOCK, DeltaNorms
@@ -46,7 +56,6 @@ from diloco_studies.bench.lines import GBIT, lines
 from diloco_studies.bench.machine import describe
 from diloco_studies.goodput.commands.options import whole
 
-CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
 CHUNK_BYTES = 512 * 1024
 TTL_S = 600.0
 RUN = "bench-codec"
@@ -81,13 +90,13 @@ def in_memory(delta: Float32, codec: Codec, error: Float32) -> dict[str, float]:
     elements, size = len(delta), delta.nbytes / 1e9
     found = {"bytes_per_element": payload_bytes(elements, codec) / elements}
     wire: np.ndarray[Any, Any]
-    if codec == "bf16" or codec == "fp32":
-        wire = np.empty(elements, DTYPES[codec])
-        found["encode_gb_s"] = size / _timed(lambda: np.copyto(wire, delta, casting="unsafe"))
-    else:
+    if codec in KINDS:
         found["encode_gb_s"] = size / _timed(lambda: quantize.encode(delta, codec))
         found["encode_with_error_gb_s"] = size / _timed(lambda: quantize.encode(delta, codec, error=error))
         wire = quantize.encode(delta, codec)
+    else:
+        wire = np.empty(elements, DTYPES[codec])
+        found["encode_gb_s"] = size / _timed(lambda: np.copyto(wire, delta, casting="unsafe"))
     vector = as_vector(wire.view(np.uint8), elements, codec)
     found["decode_gb_s"] = size / _timed(lambda: _decode(vector))
     lost = total = 0.0
@@ -102,7 +111,7 @@ def in_memory(delta: Float32, codec: Codec, error: Float32) -> dict[str, float]:
 def on_device(delta: Float32, codec: Codec, encoder: OnDevice) -> float:
     """GB/s of float32 that become a wire in host memory."""
     base, snapshot = encoder.keep(delta), encoder.keep(np.zeros_like(delta))
-    residual = None if codec == "bf16" or codec == "fp32" else encoder.keep(np.zeros_like(delta))
+    residual = encoder.keep(np.zeros_like(delta)) if TRAITS[codec].feedback else None
     wire = pooled(payload_bytes(len(delta), codec))
 
     def encode() -> None:
@@ -152,7 +161,7 @@ async def through_redis(
             norms, reader = DeltaNorms(layout), PayloadReader(elements, codec, CHUNK_BYTES)
 
             async for chunks in arriving(syncer, key, reader):
-                if codec in DTYPES:
+                if TRAITS[codec].quick:
                     feed(reader, norms, chunks)
                 else:
                     await asyncio.to_thread(feed, reader, norms, chunks)
@@ -174,7 +183,7 @@ def measure(
     delta = rng.standard_normal(elements, np.float32) * np.float32(DELTA_SIZE)
     values, error = base - delta, np.zeros_like(delta)
     error.fill(0)  # its memory is there now
-    found: Found = {codec: {} for codec in CODECS}
+    found: Found = {codec: {} for codec in TRAITS}
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis())
         ways = {"loopback_s": stack.enter_context(_links(redis, None))}
@@ -183,7 +192,7 @@ def measure(
         runner = stack.enter_context(asyncio.Runner(loop_factory=fast_loop))
         what = f"{elements / 1e6:g}M elements"
         for turn in track(range(repeats + 1), what, console=console, transient=True):
-            for codec in CODECS:
+            for codec in TRAITS:
                 measured = in_memory(delta, codec, error)
                 if encoder is not None:
                     measured["device_gb_s"] = on_device(delta, codec, encoder)
@@ -231,7 +240,7 @@ def main(
     report: dict[str, Any] = {"benchmark": "codec", "link_gbit": link, "machine": machine, "sizes": []}
     for elements in whole(params, "params"):
         found = measure(elements, rounds, link or None, console, encoder)
-        spreads = {codec: {name: spread(values) for name, values in found[codec].items()} for codec in CODECS}
+        spreads = {codec: {name: spread(values) for name, values in found[codec].items()} for codec in TRAITS}
         names = [name for name in COLUMNS if any(name in figures for figures in found.values())]
         rows = [(codec, *(shown(one[n]) if n in one else "-" for n in names)) for codec, one in spreads.items()]
         title = f"{elements / 1e6:g}M elements, {rounds} rounds, median (least - most)"

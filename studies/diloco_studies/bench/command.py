@@ -14,6 +14,7 @@ from rich.console import Console
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS, Codec, GlobalCodec, OuterName
+from diloco.pipeline.payload.codec import DTYPES
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.process.signals import end_signals, ignore_hangup
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
@@ -52,7 +53,7 @@ Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model,
 Fragments = Annotated[int, typer.Option(min=1, max=MAX_FRAGMENTS, help="Number of fragments P")]
 Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
 USUAL = defaults(SyncSettings)
-Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8 or int4")]
+Wire = Annotated[str, typer.Option(help=f"Deltas on the wire: {', '.join(get_args(Codec))}")]
 Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32 or bf16")]
 Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
@@ -200,7 +201,7 @@ def merge(
     out = _Out(json_file)
     measuring = importlib.import_module("diloco_studies.bench.merging")
     sizes = measuring.Sizes(
-        one_whole(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds, side, columns
+        one_whole(params, "params"), learners, _wire(wire, tuple(DTYPES)), momentum, rounds, side, columns
     )
     found = measuring.measure(sizes, out.console)
     title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"

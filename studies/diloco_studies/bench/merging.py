@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from rich.console import Console
 
 from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload.codec import DTYPES, as_bytes, payload_digest
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.algorithm import merge_weights
@@ -42,7 +42,7 @@ class Sizes:
 
     elements: int = 8_000_000
     learners: int = 8
-    wire: str = "bf16"
+    wire: Codec = "bf16"
     momentum: float = 0.9
     repeats: int = 7
     side: int = 768
@@ -87,8 +87,9 @@ class Work:
         table.append(TensorSpec(name="rest", shape=(left,), dtype="float32", rule="mean", fragment=0))
         self.by_default, self.default = layout_of(table).fragments[0], SyncSettings(outer_warmup=0).sync_spec()
         rng = np.random.default_rng(0)
-        dtype = np.dtype(ml_dtypes.bfloat16) if sizes.wire == "bf16" else np.dtype(np.float32)
-        self.deltas = [rng.standard_normal(sizes.elements, np.float32).astype(dtype) for _ in range(sizes.learners)]
+        self.deltas = [
+            rng.standard_normal(sizes.elements, np.float32).astype(DTYPES[sizes.wire]) for _ in range(sizes.learners)
+        ]
         self.theta = rng.standard_normal(sizes.elements, np.float32)
         self.momentum = np.zeros_like(self.theta) if sizes.momentum else None
         counters = [(24, 1000 * (i + 1)) for i in range(sizes.learners)]
@@ -198,7 +199,7 @@ def alternate(
 def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
     """CPU seconds of each way, and the rates that follow."""
     one_blas_thread()
-    item = 2 if sizes.wire == "bf16" else 4
+    item = DTYPES[sizes.wire].itemsize
     need_memory(sizes.elements * (sizes.learners * (item + 8) + 36) + 2**29, f"a merge of {sizes.elements:,} elements")
     work = Work(sizes)
     deltas = sizes.elements * sizes.learners * item

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.needs import GLOBALS, USUAL
 from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.site import layers_of
@@ -65,7 +66,7 @@ class Run:
     """What a run communicates, by its settings."""
 
     sync_interval: int = USUAL["sync_interval"]
-    codec: str = USUAL["codec"]
+    codec: Codec = USUAL["codec"]
     global_codec: str = USUAL["global_codec"]
     fragments: int = USUAL["fragments"]
     overlap_steps: int = USUAL["overlap_steps"]

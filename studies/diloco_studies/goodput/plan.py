@@ -6,11 +6,12 @@ M by goodput and the paper's quality; all else as `diloco plan` has it. Assumpti
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.needs import GLOBALS, Needs, needs_of, pace_of
 from diloco.pipeline.party_memory import TRAINING_BYTES
 from diloco.pipeline.redis_memory import CODECS
@@ -42,7 +43,7 @@ class Plan(Needs):
 def plan(
     constants: Constants,
     chips: int,
-    codec: str = "auto",
+    codec: Literal["auto", Codec] = "auto",
     global_codec: str = USUAL["global_codec"],
     learners: int | None = None,
 ) -> Plan:

@@ -2,12 +2,13 @@
 
 from dataclasses import asdict
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.site import layers_of
 from diloco.pipeline.units import Amount, Span, written
 from diloco.plan import choices, show
@@ -61,7 +62,14 @@ def _for_what(method: links.Method) -> tuple[str, str]:
     return "-" if method is links.DATA_PARALLEL else str(method.every), method.wire
 
 
-def plan(constants: Constants, chips: str, learners: int | None, codec: str, global_codec: str, files: Files) -> None:
+def plan(
+    constants: Constants,
+    chips: str,
+    learners: int | None,
+    codec: Literal["auto", Codec],
+    global_codec: str,
+    files: Files,
+) -> None:
     """`diloco simulate plan`."""
     console = Console()
     files.check()
