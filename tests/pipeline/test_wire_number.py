@@ -34,7 +34,7 @@ def test_a_change_of_a_message_a_key_or_a_script_is_named(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("said", [FORMAT + 1, 0, -1, True, "1", None, [1], 10**30 % 2**63])
 def test_a_spec_of_another_number_is_refused_with_both_and_with_what_to_do(said: object) -> None:
     tree = {**samples.spec().model_dump(), "format": said, "of_that_build": 1}
-    said_so = rf"wire format .*, this build speaks {FORMAT} .*go on from the run's checkpoint"
+    said_so = rf"wire format .*, but this build speaks {FORMAT} .*continue from the run's checkpoint"
     with pytest.raises(BadMessage, match=said_so):
         decode(Spec, msgpack.packb(tree))
 
