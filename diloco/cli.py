@@ -13,7 +13,7 @@ from typer.main import get_command
 from diloco.extras import STUDIES, load_extra
 from diloco.pipeline.errors import REFUSED_STATUS, DilocoError, UsageError, exit_status
 from diloco.pipeline.files.writable import error_text
-from diloco.pipeline.process.interrupts import raise_again
+from diloco.pipeline.process.interrupts import restore_keyboard_interrupt
 
 
 class Entry(NamedTuple):
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         name = given[0] if given and given[0] in COMMANDS else ""
         command = load_command(name) if name else _list()
-        raise_again()
+        restore_keyboard_interrupt()
         _call(command, given[1:] if name else given, f"diloco {name}".rstrip())
     except DilocoError as error:
         sys.stderr.write(f"error: {error}\n")

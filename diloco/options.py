@@ -205,7 +205,7 @@ def unused_by_baseline(settings: RunProcess) -> list[str]:
     kind = type(settings)
     usual, told = defaults(kind), settings.model_fields_set
     strange = [name for name in NOT_OF_BASELINE if name in told and getattr(settings, name) != usual[name]]
-    return [way_to_set(kind, name) for name in strange]
+    return [how_to_set(kind, name) for name in strange]
 
 
 def _section(kind: type[Settings], name: str) -> str:
@@ -214,7 +214,7 @@ def _section(kind: type[Settings], name: str) -> str:
     return next(base.section for base in bases if name in vars(base).get("__annotations__", {}))
 
 
-def way_to_set(kind: type[Settings], name: str) -> str:
+def how_to_set(kind: type[Settings], name: str) -> str:
     """Return how a setting is set: its flag, or its variable and its key in a settings file if it has no flag."""
     return flag_of(name) if has_flag(kind, name) else f"{ENV_PREFIX}{name.upper()}, or {name} in a file for --config"
 
@@ -311,7 +311,7 @@ def takes(
     moved = moved or {}
     shown = [name for name in kind.model_fields if name not in omit and name not in moved and has_flag(kind, name)]
     unseen = [name for name in kind.model_fields if name not in omit and name not in shown]
-    elsewhere = {flag_of(name): f"set it by {way_to_set(kind, name)}" for name in unseen}
+    elsewhere = {flag_of(name): f"set it by {how_to_set(kind, name)}" for name in unseen}
     elsewhere |= {f"--no-{flag_of(name)[2:]}": elsewhere[flag_of(name)] for name in unseen if _is_switch(kind, name)}
     elsewhere |= {flag_of(name): instead for name, instead in moved.items()}
     config = inspect.Parameter(

@@ -81,7 +81,7 @@ def settings_of(method: str, learners: int | None, tensors: int | None = None) -
     return meant
 
 
-def meant_by(sync: Mapping[str, Any], tensors: int) -> RunMethod:
+def matching_method(sync: Mapping[str, Any], tensors: int) -> RunMethod:
     """Return the method whose settings a run has, quorum aside; "decoupled" if there is none.
 
     tensors: how many trained tensors its model has.

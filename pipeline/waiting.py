@@ -44,7 +44,7 @@ async def pause(wake: asyncio.Event, goes_on: Callable[[], bool], clock: Clock, 
 
 
 @asynccontextmanager
-async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def in_background(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run coroutines in the background for the duration of a block, and cancel them at its end.
 
     If one of them fails, the block is cancelled and its error is raised.

@@ -82,7 +82,7 @@ def same_training(a: DeltaHeader, b: DeltaHeader) -> bool:
 DUPLICATE = Refused(RefusalReason.DUPLICATE, "the same delta is already here", 0)
 
 
-def outdone(header: DeltaHeader, before: DeltaHeader) -> Refused:
+def superseded(header: DeltaHeader, before: DeltaHeader) -> Refused:
     """Return the refusal of a delta because another attempt at its training counts; its additional tokens are lost."""
     lost = max(0, header.tokens - before.tokens)
     return Refused(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
@@ -145,7 +145,7 @@ class NextWindow:
         for at, other in theirs:
             if same_training(header, other.header):
                 if header.attempt < other.header.attempt:
-                    return outdone(header, other.header)
+                    return superseded(header, other.header)
                 self._offers[at] = offer
                 return Held(replaced=other)
         if len(theirs) >= HELD_A_LEARNER or len(self._offers) >= MAX_MEMBERS:

@@ -219,11 +219,11 @@ class Downloads:
         now = self._clock.now()
         self._uploads.timed_out([now - self._began[entry_id] for entry_id in entries if entry_id in self._tasks])
 
-    def heard_of(self, offer: Offer) -> None:
+    def note_complete(self, offer: Offer) -> None:
         """Note that a payload is whole on the bus, which counts like the arrival of a chunk."""
         self._heard[offer.entry_id] = self._clock.now()
 
-    def heard_at(self, offer: Offer) -> float:
+    def last_progress_s(self, offer: Offer) -> float:
         """Return when the last chunk of a payload came or the bus last failed; infinite once all has arrived."""
         return self._heard.get(offer.entry_id, math.inf)
 

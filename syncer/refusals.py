@@ -50,7 +50,7 @@ class Refusals:
             BusError: see `Bus.refuse`.
         """
         learner = header.learner if header else ""
-        records = self._told_of(at, learner, header, refused, tell)
+        records = self._record_refusal(at, learner, header, refused, tell)
         untold = () if records else (refused.reason,)
         refusal = Refusal(self._nonce, at, (entry_id,), payloads, records, refused.lost_tokens, untold)
         await self._bus.refuse(self._p, refusal)
@@ -63,12 +63,12 @@ class Refusals:
         """
         detail = f"more than {MAX_HEADERS} headers waited: all but the last of them are refused unread"
         refused = Refused(RefusalReason.FLOOD, detail, 0)
-        told = self._told_of(at, learner, None, refused, tell=True)
+        told = self._record_refusal(at, learner, None, refused, tell=True)
         records = tuple(one.model_copy(update={"last_told": True}) for one in told)
         untold = () if records else (RefusalReason.FLOOD,)
         await self._bus.refuse(self._p, Refusal(self._nonce, at, (), (), records, untold=untold, cut=learner))
 
-    def _told_of(
+    def _record_refusal(
         self, at: tuple[int, bytes], learner: str, header: DeltaHeader | None, refused: Refused, tell: bool
     ) -> tuple[Rejected, ...]:
         """Count a refusal; log it and return its record for the tape, unless `tell` is False or enough were told."""

@@ -195,13 +195,13 @@ class Session:
         """
         suspected, arriving = self.suspected(), self._downloads.arriving(self.window.not_uploaded())
         stopped, look_again = self._context.watch.given_up(
-            self.window, self._downloads.heard_at, self._clock.now(), suspected, arriving
+            self.window, self._downloads.last_progress_s, self._clock.now(), suspected, arriving
         )
         for offer, refused in stopped:
             if await self._bus.count_chunks(payload_key(self._bus, offer)) < offer.header.chunks:
                 self._leaves(offer, refused)
             else:
-                self._downloads.heard_of(offer)
+                self._downloads.note_complete(offer)
         return look_again
 
     # --- decisions ----------------------------------------------------------------------------------------

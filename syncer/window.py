@@ -97,9 +97,9 @@ from diloco.syncer.admission import (
     NextWindow,
     Offer,
     Refused,
-    outdone,
     same_delta,
     same_training,
+    superseded,
 )
 from diloco.syncer.times import TIMES
 
@@ -317,7 +317,7 @@ class Window:
             return DUPLICATE
         again = same_training(header, before)
         if again and header.attempt < before.attempt:
-            return outdone(header, before)
+            return superseded(header, before)
         # A later attempt holds more training, so it replaces the earlier one. It does so even in a fixed set while the
         # earlier payload is awaited, because a learner never uploads an attempt that it has replaced. A complete member
         # of a fixed set stays: if each later attempt replaced it, it might never be merged. The later attempt is held.

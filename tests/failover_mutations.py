@@ -15,6 +15,6 @@ FAILOVER_MUTATIONS = [
         "of two histories the later records count",
         ledger,
         "surviving",
-        (("if leads := _back_from(made, (fragment, version, digest)):", "if leads := {}:"),),
+        (("if leads := _merges_to(made, (fragment, version, digest)):", "if leads := {}:"),),
     ),
 ]

@@ -179,8 +179,8 @@ MUTATIONS = [
         "_offer_again",
         (
             (
-                "return outdone(header, before)",
-                "return Refused(RefusalReason.ALREADY_MERGED, 'merged', outdone(header, before).lost_tokens)",
+                "return superseded(header, before)",
+                "return Refused(RefusalReason.ALREADY_MERGED, 'merged', superseded(header, before).lost_tokens)",
             ),
         ),
     ),

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.waiting import meanwhile
+from diloco.pipeline.waiting import in_background
 from diloco.workers.encoding import Float32, Snapshot
 from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange import Exchange
@@ -182,7 +182,7 @@ class LearnerThread(ExchangeThread[Exchange[Snapshot]]):
         try:
             initial = training.parameters.snapshot
             exchange = await joining.join(training.spec, training.layout, lambda p: initial(p).numpy())
-            async with meanwhile(exchange.work(), scripts.watch()):  # from here on the exchange follows the heads
+            async with in_background(exchange.work(), scripts.watch()):  # from here on the exchange follows the heads
                 shared, recovery = exchange.shared, training.recovery
                 peers = recovery.peers(bus, bus.clock, training.spec.sync.chunk_bytes, lambda: shared.state)
                 versions = tuple(base.version for base in shared.adoptions.values())

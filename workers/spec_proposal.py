@@ -95,7 +95,7 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Fi
             asked = asked.model_copy(update={"groups": held.sync.groups})
         sync = _own(asked, model, beginning.cluster)
     else:
-        _say_what_does_not_count(held.sync)
+        _warn_ignored_variables(held.sync)
         # A model that is not the run's may have too few tensors for its fragments. The number is reduced here, so that
         # joining can show how the models differ.
         fragments = model.fitting_fragments(held.sync.fragments)
@@ -110,7 +110,7 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Fi
         raise UsageError(f"{where}: {format_problem(problem)}") from error
 
 
-def _say_what_does_not_count(held: SyncSpec) -> None:
+def _warn_ignored_variables(held: SyncSpec) -> None:
     """Warn of environment variables that differ from the run: only the first party's have an effect."""
     given = load(SyncSettings)
     usual = given.with_method(held.quorum)

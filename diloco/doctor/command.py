@@ -18,7 +18,7 @@ from diloco.doctor.settings import DoctorSettings
 from diloco.doctor.start import checkpoints_bytes, look_at_folders
 from diloco.options import RunSettings, takes
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.inspection import address_of, examine, takes_without_certificate, unwell_sentinels
+from diloco.pipeline.bus.redis.inspection import address_of, examine, takes_without_certificate, unhealthy_sentinels
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
@@ -98,7 +98,7 @@ async def run_checks(
     try:
         examination = await examine(url)
     except (UsageError, BusError) as failure:
-        report.add(_refused(failure), *checks.sentinels(await unwell_sentinels(url)))
+        report.add(_refused(failure), *checks.sentinels(await unhealthy_sentinels(url)))
         return run, None, settings.run
     try:
         if address.certificate:
@@ -113,7 +113,7 @@ async def run_checks(
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
             report.add(*map(_refused, examination.away))
-            report.add(*checks.server(nodes), *checks.sentinels(await unwell_sentinels(url)))
+            report.add(*checks.server(nodes), *checks.sentinels(await unhealthy_sentinels(url)))
             report.add(*checks.transport(address, nodes))
             lacks = await examination.lacks(bus.keys, name)
             as_party, named = None if party == "all" else party, "run" in settings.model_fields_set

@@ -106,7 +106,7 @@ class Hosted:
         return self.learner
 
     @property
-    def counts_itself(self) -> bool:
+    def counts_batches(self) -> bool:
         """Return whether the integration counts tokens from the batches, because `step_tokens` was not given."""
         return self._step_tokens is None
 

@@ -44,7 +44,7 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Count the tokens of the batch."""
-        if self._hosted.counts_itself:
+        if self._hosted.counts_batches:
             self._batch = tokens_of(batch)
             if (
                 not pl_module.automatic_optimization

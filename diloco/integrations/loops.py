@@ -128,7 +128,7 @@ class RunLoader:
                 while not learner.finished:
                     held = None
                     for held in self._loader:
-                        self._held += tokens_of(held) if self._hosted.counts_itself else 0
+                        self._held += tokens_of(held) if self._hosted.counts_batches else 0
                         yield held
                         if learner.finished:
                             break

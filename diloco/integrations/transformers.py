@@ -40,7 +40,7 @@ class DilocoCallback(HostedCallback, TrainerCallback):  # type: ignore[misc]
         """
         if args.deepspeed:
             raise UsageError("DeepSpeed trains copies of the parameters, so that nothing can be adopted: leave it out")
-        if self._hosted.counts_itself and args.include_num_input_tokens_seen == "no":
+        if self._hosted.counts_batches and args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = "all"
         own = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])  # inside Accelerate's wrapper
         if self._schedule is not None and not hasattr(own, "lr_lambdas"):

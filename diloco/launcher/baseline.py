@@ -141,7 +141,7 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
                     True,
                 )  # a rank left before the first step: the others would wait forever for its all-reduce
             if failed := _failed(ranks, stopped_s is not None):
-                raise ChildDied(failed.obituary())
+                raise ChildDied(failed.describe_end())
             screen.show(baseline_status(folder.path, settings.tokens))
             if stop.is_set() and stopped_s is None:
                 stopped_s = time.monotonic()
@@ -152,7 +152,7 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
                 raise DilocoError(f"the ranks did not stop in {STOP_S:.0f} s")
             await asyncio.sleep(TICK_S)
         if failed := _failed(ranks, stopped_s is not None):
-            raise ChildDied(failed.obituary())
+            raise ChildDied(failed.describe_end())
     return began_unix_s, stopped_s is not None
 
 

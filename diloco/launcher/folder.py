@@ -34,7 +34,7 @@ from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import denied, error_text, try_folder
-from diloco.pipeline.methods import RunMethod, meant_by
+from diloco.pipeline.methods import RunMethod, matching_method
 from diloco.pipeline.settings import (
     NO_FLAG,
     BusSettings,
@@ -395,7 +395,9 @@ def method_of(checkpoint: Checkpoint) -> RunMethod:
     """Return the method of a checkpoint's run: that in its output folder, else the method that its settings match."""
     folder = output_of(checkpoint.folder.path).path if isinstance(checkpoint.folder, OnDisk) else None
     recorded = RunFile.read(folder).method if folder and (folder / RUN_FILE).is_file() else None
-    return recorded or meant_by(checkpoint.spec.sync.model_dump(), len({one.name for one in checkpoint.spec.tensors}))
+    return recorded or matching_method(
+        checkpoint.spec.sync.model_dump(), len({t.name for t in checkpoint.spec.tensors})
+    )
 
 
 def plain(settings: RunProcess) -> dict[str, Any]:

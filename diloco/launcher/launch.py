@@ -171,7 +171,7 @@ class Child:
         except OSError as error:  # the log was deleted
             return f"({error.strerror})"
 
-    def obituary(self) -> str:
+    def describe_end(self) -> str:
         """Return how it ended, with its last log lines."""
         return f"{self.name} {self.ending()}. Last lines of {self.log}:\n{self.tail()}"
 

@@ -50,7 +50,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process import logs, signals
 from diloco.pipeline.process.interrupts import end_with
-from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.process.output import survive_closed_pipes
 from diloco.pipeline.units import count
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.page.join_command import LearnerLaunch
@@ -264,14 +264,14 @@ class Launcher:
             ):  # it is done, or left because a signal asked it to
                 continue
             if training and not child.under_way and not child.restarted:
-                raise ChildDied(child.obituary())
+                raise ChildDied(child.describe_end())
             self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
             name = "evaluator_died" if child.name == "evaluator" else "learner_died"
             if training and child.name in self.own:
                 self._screen.note(f"start it again: {self.route.command('learner', self._settings.run, child.name)}")
             await self._event(name, child.name, child.ending())
         if training and not self._has_learner(status):
-            raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].obituary())
+            raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].describe_end())
 
     async def _check_syncers(self, status: Status) -> None:
         """Warn of the death of a syncer if others can take its fragments over, and raise ChildDied if none is left."""
@@ -290,7 +290,7 @@ class Launcher:
             # A syncer elsewhere may only be cut off for a moment, so it is waited for; our own are known to be dead.
             self._unserved_since = self._unserved_since or self._clock.now()
             if gone or self._clock.now() > self._unserved_since + SILENT_BUS_S:
-                raise ChildDied((gone or ours)[-1].obituary())
+                raise ChildDied((gone or ours)[-1].describe_end())
         for child in gone:
             child.reported = True
             self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
@@ -498,7 +498,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     check(settings)
     places_of(settings)
     folder = choose(settings)
-    outlive_readers(folder.launcher_log)
+    survive_closed_pipes(folder.launcher_log)
     if settings.method == "data-parallel":
         from diloco.launcher.baseline import run_baseline
 

@@ -184,7 +184,7 @@ class Reports(Keyed, Protocol):
         """Return the last report of every incarnation that ever reported, with ages by the server's clock.
 
         If this user has the rights, entries larger than any report are deleted, and when there are too many reports
-        (`stored_reports.are_too_many`) those that matter least are deleted too.
+        (`stored_reports.have_surplus`) those that matter least are deleted too.
         """
 
 

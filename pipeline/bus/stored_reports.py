@@ -66,7 +66,7 @@ def reports_bytes(count: int, fragments: int) -> int:
     return count * (2**10 + 9 * fragments)
 
 
-def are_too_many(reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], fragments: int) -> bool:
+def have_surplus(reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], fragments: int) -> bool:
     """Return whether some reports must be deleted."""
     size = sum(len(name) + len(value) for fields in (reports, seen) for name, value in fields.items())
     return max(len(reports), len(seen)) > MAX_REPORTS or size > reports_bytes(MAX_REPORTS, fragments)

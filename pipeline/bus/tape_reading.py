@@ -66,13 +66,13 @@ async def lost(bus: Tape, entries: Sequence[TapeEntry], away: set[int]) -> set[i
         BusError: the bus cannot be read.
     """
     first: dict[int, TapeEntry] = {}
-    before = {one.group: just_before(one.entry_id) for one in entries}
+    before = {one.group: previous_id(one.entry_id) for one in entries}
     for found in await bus.read_tape(before, limit=1, away=away) if before else ():
         first.setdefault(found.group, found)
     return {one.group for one in entries if first.get(one.group) != one} - away
 
 
-def just_before(at: str) -> str:
+def previous_id(at: str) -> str:
     """Return the greatest entry id below the given one."""
     ms, number = entry_id(at)
     return f"{ms}-{number - 1}" if number else f"{ms - 1}-{_GREATEST}"

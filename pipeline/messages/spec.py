@@ -27,7 +27,7 @@ from diloco.pipeline.messages.wire import (
     OuterName,
     Text,
     WeightsName,
-    spoken,
+    check_format,
 )
 
 
@@ -123,7 +123,7 @@ class Spec(Message):
     max_parts: ClassVar[int] = 4 * MAX_TENSORS + 16
     max_items: ClassVar[int] = MAX_TENSORS
 
-    format: Annotated[int, BeforeValidator(spoken)] = FORMAT
+    format: Annotated[int, BeforeValidator(check_format)] = FORMAT
     """The wire format of the run's parties."""
     sync: SyncSpec
     tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]

@@ -20,7 +20,7 @@ from diloco.pipeline.errors import OtherFormat
 FORMAT = 1
 
 
-def spoken(said: object) -> object:
+def check_format(said: object) -> object:
     """Return `said` if it is the wire format of this build.
 
     Raises:

@@ -27,7 +27,7 @@ def end_at_once() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-def raise_again() -> None:
+def restore_keyboard_interrupt() -> None:
     """Make Ctrl-C raise KeyboardInterrupt again, if `end_at_once` had changed that."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)

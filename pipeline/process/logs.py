@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import structlog
 
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.process.output import outlive_errors_reader
+from diloco.pipeline.process.output import survive_closed_stderr
 
 # Events of `outage_event`. Each task of a party meets an outage on its own and retries several times per second, so the
 # same line would be repeated very often.
@@ -41,7 +41,7 @@ def configure(level: str, stream: TextIO | None = None) -> None:
         level: least severe level shown: debug, info, warning or error.
         stream: the output; a terminal gets colours and aligned columns, anything else JSON with UTC times.
     """
-    outlive_errors_reader()
+    survive_closed_stderr()
     target = sys.stderr if stream is None else stream
     output: list[Any]
     if target.isatty():

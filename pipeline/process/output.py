@@ -62,7 +62,7 @@ def open_all() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
+def _unclosable(stream: TextIO | None, descriptor: int) -> TextIO:
     if stream is None:  # it was closed before a user's own program started
         return _NOWHERE.open("w")
     stream.flush()
@@ -71,7 +71,7 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", None, True, through)
 
 
-def outlive_readers(refuge: Path | None = None) -> None:
+def survive_closed_pipes(refuge: Path | None = None) -> None:
     """Make writes to `sys.stdout` and `sys.stderr` go to `refuge` once their reader is gone.
 
     May be called again with another refuge. Streams that somebody has replaced are left alone.
@@ -79,11 +79,11 @@ def outlive_readers(refuge: Path | None = None) -> None:
     global _refuge  # per process, like the streams themselves
     _refuge = refuge or _refuge
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _lasting(sys.stdout, 1)
-    outlive_errors_reader()
+        sys.stdout = _unclosable(sys.stdout, 1)
+    survive_closed_stderr()
 
 
-def outlive_errors_reader() -> None:
+def survive_closed_stderr() -> None:
     """Do the same only for `sys.stderr`, in a command whose standard output only matters to its reader."""
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _lasting(sys.stderr, 2)
+        sys.stderr = _unclosable(sys.stderr, 2)

@@ -130,14 +130,14 @@ def surviving(
     for fragment, version, digest in heads:
         last = histories.get(fragment, {}).get(version)
         cut(fragment, version + 1 if last is None or last.digest == digest else version)
-        if leads := _back_from(made, (fragment, version, digest)):
+        if leads := _merges_to(made, (fragment, version, digest)):
             history = histories.setdefault(fragment, {})
             lost = lost or any(history.get(at) != one for at, one in leads.items())
             history |= leads
     return [history[version] for _, history in sorted(histories.items()) for version in sorted(history)], lost
 
 
-def _back_from(made: Mapping[tuple[int, int, bytes], Committed], head: tuple[int, int, bytes]) -> dict[int, Committed]:
+def _merges_to(made: Mapping[tuple[int, int, bytes], Committed], head: tuple[int, int, bytes]) -> dict[int, Committed]:
     """Return by version the merges that led to a head, as far back as they are known without a gap."""
     found: dict[int, Committed] = {}
     fragment, version, digest = head
@@ -213,14 +213,14 @@ class _DeltaFates:
 
     def offer(self, fragment: int, learner: str, incarnation: str, base: int, tokens: int) -> None:
         """A delta's header is on a stream."""
-        self._most(self._offered, (fragment, learner, incarnation, base), tokens)
+        self._keep_max(self._offered, (fragment, learner, incarnation, base), tokens)
 
     def refuse(self, fragment: int, learner: str, incarnation: str, base: int, tokens: int) -> None:
         """A delta was refused. Another delta of the same training may have been merged, or may still be."""
-        self._most(self._refused, (fragment, learner, incarnation, base), tokens)
+        self._keep_max(self._refused, (fragment, learner, incarnation, base), tokens)
 
     @staticmethod
-    def _most(column: dict[tuple[int, str, str, int], int], key: tuple[int, str, str, int], tokens: int) -> None:
+    def _keep_max(column: dict[tuple[int, str, str, int], int], key: tuple[int, str, str, int], tokens: int) -> None:
         column[key] = max(column.get(key, 0), tokens)
 
     def close(self) -> dict[Incarnation, Account]:

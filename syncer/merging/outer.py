@@ -148,7 +148,7 @@ def matrix_elements(layout: FragmentLayout) -> int:
     return sum(slot.stop - slot.start for slot in layout.slots if slot.tensor.matrix)
 
 
-def at_length_one(matrix: Float32) -> Float32 | None:
+def with_unit_norm(matrix: Float32) -> Float32 | None:
     """Return a matrix scaled to Frobenius length 1, transposed if it is taller than wide.
 
     Returns None if it is shorter than `_NO_DIRECTION` or its length is not finite.
@@ -171,20 +171,20 @@ def halley_iteration(matrix: Float32) -> Float32:
     b/c (x + (ac/b - 1) x / (1 + c x^2)). For an n x n matrix that takes 3 2/3 n^3 operations: n^3 for the Gram matrix,
     which is symmetric, and the rest for the division. The products sum in an order that the machine's libraries choose.
     """
-    x = at_length_one(matrix)
+    x = with_unit_norm(matrix)
     if x is None:
         return matrix
     a, b, c = HALLEY
     gram = x @ x.T
     gram *= np.float32(c / math.sqrt(squares(gram.reshape(-1))))
     gram[np.diag_indices(len(gram))] += np.float32(1)
-    turned = solved(gram, x)
+    turned = solve(gram, x)
     turned *= np.float32(a * c / b - 1)
     turned += x
     return turned if turned.shape == matrix.shape else turned.T
 
 
-def solved(a: Float32, x: Float32) -> Float32:
+def solve(a: Float32, x: Float32) -> Float32:
     """Return a^-1 x (n, m) for a positive definite matrix a (n, n), in 2 n^2 m + 2/3 n^3 operations.
 
     The matrix is halved recursively, so that nearly all operations are in large products; numpy's own solver takes two
@@ -196,10 +196,10 @@ def solved(a: Float32, x: Float32) -> Float32:
         whole = inverse @ x
         return np.asarray(whole + inverse @ (x - a @ whole), np.float32)
     half, columns = len(a) // 2, x.shape[1]
-    first = solved(a[:half, :half], np.concatenate((x[:half], a[:half, half:]), axis=1))
+    first = solve(a[:half, :half], np.concatenate((x[:half], a[:half, half:]), axis=1))
     found = np.empty_like(x)
     rest = x[half:] - a[half:, :half] @ first[:, :columns]
-    found[half:] = solved(a[half:, half:] - a[half:, :half] @ first[:, columns:], rest)
+    found[half:] = solve(a[half:, half:] - a[half:, :half] @ first[:, columns:], rest)
     np.subtract(first[:, :columns], first[:, columns:] @ found[half:], out=found[:half])
     return found
 

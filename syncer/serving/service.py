@@ -26,7 +26,7 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import StatusReader
-from diloco.pipeline.waiting import meanwhile
+from diloco.pipeline.waiting import in_background
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.metrics import Metrics
@@ -187,7 +187,7 @@ async def serve(settings: SyncerProcess) -> int:
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
     http = await start_http(service.status, service.ready, metrics.registry, collector.follow, host, port, token)
     try:
-        async with meanwhile(collector.run(), _keep_scripts(bus.ensure_scripts, metrics)):
+        async with in_background(collector.run(), _keep_scripts(bus.ensure_scripts, metrics)):
             await service.run(stop)
         return service.status_at_exit
     finally:

@@ -613,8 +613,8 @@ def test_a_child_that_fails_leaves_its_last_lines(tmp_path):
         child = children.start("learner-0", ["learner", "--tokens", "many"], environment(1, None))
         wait_for(lambda: not child.alive)
         assert child.status == 2
-        assert "learner-0 ended with status 2" in child.obituary()
-        assert "tokens='many'" in child.obituary()
+        assert "learner-0 ended with status 2" in child.describe_end()
+        assert "tokens='many'" in child.describe_end()
 
 
 def test_leaving_the_block_kills_every_child_however_it_is_left(tmp_path):

@@ -13,7 +13,7 @@ from diloco.launcher.folder import plain, resume
 from diloco.options import RunProcess, with_preset
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.files.sums import write_sums
-from diloco.pipeline.methods import METHODS, meant_by
+from diloco.pipeline.methods import METHODS, matching_method
 from diloco.workers.trainer.models.hf_config import read_hf
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -92,7 +92,7 @@ def test_of_a_checkpoint_alone_the_settings_tell_the_method(tmp_path):
 def test_each_method_is_known_again_by_its_settings(method):
     for model, tensors in (("tiny", 11), ("base", 41)):
         settings = with_preset(RunProcess(method=method, model=model, learners=3))
-        assert meant_by(settings.model_dump(), tensors) == method
+        assert matching_method(settings.model_dump(), tensors) == method
 
 
 def test_a_resumed_run_with_fewer_learners_than_its_quorum_is_refused(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ class FakeChild:
     def ending(self) -> str:
         return f"ended with status {self.status}"
 
-    def obituary(self) -> str:
+    def describe_end(self) -> str:
         return f"{self.name} {self.ending()}"
 
 

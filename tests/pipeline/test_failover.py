@@ -21,7 +21,7 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.bus.redis import connecting
 from diloco.pipeline.bus.redis.connecting import connect_calls
-from diloco.pipeline.bus.redis.inspection import examine, unwell_sentinels
+from diloco.pipeline.bus.redis.inspection import examine, unhealthy_sentinels
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
 from diloco.pipeline.bus.redis.redis_url import parse
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
@@ -360,8 +360,8 @@ async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pyt
 
     monkeypatch.setattr("diloco.pipeline.bus.redis.nodes._ask", ask)
     url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in answers)}/diloco"
-    unwell = await unwell_sentinels(url)
-    assert [one.removeprefix("127.0.0.1:") for one in unwell] == [
+    unhealthy = await unhealthy_sentinels(url)
+    assert [one.removeprefix("127.0.0.1:") for one in unhealthy] == [
         "2 cannot reach the primary, or is refused by it (auth-pass)",
         "3 considers 127.0.0.1:4 the primary",
         "4 considers the primary dead",
@@ -370,12 +370,12 @@ async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pyt
         "9 refuses the connection, or its login",
         "10 does not know service 'diloco'",
     ]
-    (found,) = checks.sentinels(unwell)
+    (found,) = checks.sentinels(unhealthy)
     assert found.level == "warning"
     assert list(checks.sentinels([])) == []
     answers |= dict.fromkeys(answers, told(2, BLIND))
-    assert len(await unwell_sentinels(url)) == len(answers)
-    assert await unwell_sentinels("redis://127.0.0.1:1") == []
+    assert len(await unhealthy_sentinels(url)) == len(answers)
+    assert await unhealthy_sentinels("redis://127.0.0.1:1") == []
 
 
 async def test_a_primary_that_died_before_sentinels_missed_it_is_not_given_up_at_once(

@@ -46,7 +46,7 @@ def test_flushall_under_a_running_run_is_mended_and_said(redis_binary: Path | No
             for _ in range(3):
                 before = [head.version for head in await run.heads()]
                 state = await run.bus.read_state()
-                await run.bus._redis.everywhere("FLUSHALL")
+                await run.bus._redis.on_all_nodes("FLUSHALL")
                 await goes_on(run, "FLUSHALL")
                 assert all(h.version > was for h, was in zip(await run.heads(), before, strict=True))
                 await run.until(lambda: has_state(run), "the state is back")

@@ -15,8 +15,8 @@ from tests.parties import ROOT, python, wait_for
 PROGRAM = """
 import sys
 from pathlib import Path
-from diloco.pipeline.process.output import outlive_readers
-outlive_readers(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+from diloco.pipeline.process.output import survive_closed_pipes
+survive_closed_pipes(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
 print("heard", flush=True)
 sys.stdin.readline()  # until the reader is gone
 print("unheard ö", flush=True)
@@ -119,7 +119,7 @@ print("went on")
 
 def test_streams_that_were_closed_before_the_start_are_none_to_write_to():
     """`diloco run >&- 2>&-`."""
-    code = "from diloco.pipeline.process.output import outlive_readers; outlive_readers(); print('x', flush=True)"
+    code = "from diloco.pipeline.process import output; output.survive_closed_pipes(); print('x', flush=True)"
     shell = [f'exec "{sys.executable}" -c "{code}" >&- 2>&-']
     done = subprocess.run(["/bin/sh", "-c", *shell], cwd=ROOT, check=False)
     assert done.returncode == 0

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable, LeaseLost, RankGone, UsageError
-from diloco.workers.exchange.joining import meanwhile
+from diloco.workers.exchange.joining import in_background
 from diloco.workers.ranks import transport as transport_module
 from diloco.workers.ranks.placement import SLICE
 from diloco.workers.ranks.rank_learner import Rank
@@ -147,7 +147,7 @@ async def test_an_error_from_elsewhere_is_not_lost_where_somebody_watches() -> N
     """Such as a rank that is gone by a write that failed: else the training would never hear why its exchange ended."""
 
     async def fail() -> None:
-        async with Transport.over(0, {}) as transport, meanwhile(transport.watch()):
+        async with Transport.over(0, {}) as transport, in_background(transport.watch()):
             await asyncio.sleep(0)
             raise RankGone("by a write")
 

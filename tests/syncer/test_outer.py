@@ -14,9 +14,9 @@ from diloco.syncer.merging.outer import (
     NesterovStep,
     PlainStep,
     State,
-    at_length_one,
     halley_iteration,
-    solved,
+    solve,
+    with_unit_norm,
 )
 from diloco.syncer.replay.replay import ORTHOGONAL_TOLERANCE
 from tests import samples
@@ -79,7 +79,7 @@ def test_while_learners_are_averaged_nothing_is_orthogonalised():
 
 def test_a_matrix_lies_on_its_side_before_its_gram_matrix_is_made():
     """That of a tall one, say of an embedding, would take rows x rows."""
-    assert [at_length_one(np.ones(shape, np.float32)).shape for shape in SHAPES[:3]] == [(8, 8), (12, 40), (12, 40)]
+    assert [with_unit_norm(np.ones(shape, np.float32)).shape for shape in SHAPES[:3]] == [(8, 8), (12, 40), (12, 40)]
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 200), (300, 200)])
@@ -102,7 +102,7 @@ def test_a_division_by_halves_is_numpys():
     thin = random.standard_normal((200, 3))
     a = np.eye(200) + 1900 * (thin @ thin.T) / np.linalg.norm(thin @ thin.T)
     exact = np.linalg.solve(a, x.astype(np.float64))
-    np.testing.assert_allclose(solved(a.astype(np.float32), x), exact, atol=2e-3 * np.abs(exact).max())
+    np.testing.assert_allclose(solve(a.astype(np.float32), x), exact, atol=2e-3 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize(

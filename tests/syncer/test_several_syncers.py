@@ -565,12 +565,12 @@ async def test_a_learner_that_floods_its_stream_does_not_keep_the_run_from_its_e
     b = Syncer(world, "b")
     refuse = b.bus.refuse
 
-    async def meanwhile(*args: Any) -> None:
+    async def in_background(*args: Any) -> None:
         if next(sent) < 10 * there:
             await flood()
         await refuse(*args)
 
-    b.bus.refuse = meanwhile  # type: ignore[method-assign]
+    b.bus.refuse = in_background  # type: ignore[method-assign]
     async with asyncio.timeout(30):
         await b.task
     state = await world.bus.read_state()

@@ -139,7 +139,7 @@ async def test_an_upload_is_heard_of_while_it_grows_and_not_given_up_once_it_is_
     downloads.start([offer])
     began = clock.now()
     await asyncio.sleep(5.0)
-    assert downloads.heard_at(offer) == began
+    assert downloads.last_progress_s(offer) == began
     chunks: list[bytes] = []
 
     async def keep(key: str, first: int, more: list[bytes], ttl_s: float) -> None:
@@ -149,10 +149,10 @@ async def test_an_upload_is_heard_of_while_it_grows_and_not_given_up_once_it_is_
     await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
     await write(key_of(bus, offer), 0, chunks[:1], 600)
     await asyncio.sleep(0.5)
-    assert downloads.heard_at(offer) == pytest.approx(began + 5.0, abs=0.1)
+    assert downloads.last_progress_s(offer) == pytest.approx(began + 5.0, abs=0.1)
     await write(key_of(bus, offer), 1, chunks[1:], 600)
     await asyncio.sleep(0.5)
-    assert downloads.heard_at(offer) == math.inf
+    assert downloads.last_progress_s(offer) == math.inf
     await downloads.close()
 
 

@@ -412,7 +412,7 @@ async def test_merges_keep_their_rate_in_a_flood_and_five_seconds_after_it_all_i
 
     usual = await merges(40.0)
     flooding = asyncio.create_task(flood())
-    meanwhile = await merges(25.0)
+    in_background = await merges(25.0)
     flooding.cancel()
     await asyncio.sleep(5.0)
     for count in (20, 40, 30):  # by the last ones those before are read, and most of them stay: they are read again
@@ -420,7 +420,7 @@ async def test_merges_keep_their_rate_in_a_flood_and_five_seconds_after_it_all_i
         await asyncio.sleep(0.05)
     await asyncio.sleep(5.0)
     after = await merges(40.0)
-    assert len(meanwhile) / 25 > 0.7 * len(usual) / 40
+    assert len(in_background) / 25 > 0.7 * len(usual) / 40
     assert len(after) > 0.95 * len(usual)
     assert min(with_it(usual), with_it(after)) > 0.9
     assert sum(head.refused[RefusalReason.FLOOD] for head in await world.heads()) > 400 * at_once

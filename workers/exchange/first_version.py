@@ -12,7 +12,7 @@ from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable
 from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.view.ledger import whole_tokens
-from diloco.pipeline.waiting import meanwhile
+from diloco.pipeline.waiting import in_background
 from diloco.workers.exchange.carrier import NoDeltas, run_concurrently
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.spec_check import Agreement
@@ -49,7 +49,7 @@ class Version0:
         async def prolong() -> None:
             await self._prolong(nonce)
 
-        async with meanwhile(self._member.outages.forever(prolong)):
+        async with in_background(self._member.outages.forever(prolong)):
             missing: Sequence[int] = self._fragments
             while missing := await self._headless(missing) or await self._headless(self._fragments):
                 await retry(self._agreement.look, patience_s)
@@ -105,7 +105,7 @@ class Version0:
             self._chunks[p] = await self._carrier.upload_initial(p, nonce)
 
         try:
-            async with meanwhile(self._keep_claim(nonce)):
+            async with in_background(self._keep_claim(nonce)):
                 heads = await self._bus.read_heads(self._fragments)
                 # Fragments that have a head need no upload any more.
                 await run_concurrently(upload_one, [p for p in self._fragments if heads[p] is None])

@@ -23,7 +23,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
 from diloco.pipeline.transfer.payloads import Offload
-from diloco.pipeline.waiting import meanwhile
+from diloco.pipeline.waiting import in_background
 from diloco.workers.background import offload
 from diloco.workers.encoding import Encoder, OnHost, Snapshot
 from diloco.workers.exchange.carrier import Carrier, OwnCarrier, run_concurrently
@@ -116,7 +116,7 @@ class Joining:
         fragments = range(len(layout.fragments))
         await self._identity.acquire(self._reporting.write)
         reporting = self._outages.forever(self._reporting.keep_reporting)
-        async with meanwhile(reporting, log_why(self._bus, fragments, self._log)):
+        async with in_background(reporting, log_why(self._bus, fragments, self._log)):
             await version_0.ensure(self._incarnation, trained=False)
             while missing := [p for p in fragments if p not in pulling.latest]:
                 heads = dict(zip(missing, await retry(self._bus.read_heads, missing), strict=True))

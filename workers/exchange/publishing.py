@@ -155,8 +155,8 @@ class Publishing(Generic[S]):
 
     async def _upload_one(self, publication: Publication, snapshot: S) -> None:
         member, p, renews = self._member, publication.base.fragment, publication.renews
-        whole = await self._carrier.upload(publication, snapshot, partial(self._is_of_use, publication))
-        takes_its_place = renews and not self._is_outdone(publication)
+        whole = await self._carrier.upload(publication, snapshot, partial(self._can_still_merge, publication))
+        takes_its_place = renews and not self._is_superseded(publication)
         # The header is sent even if the payload is not whole, because it came too late or the bus lost it: these tokens
         # count as published, so the syncer has to refuse them, or the ledger would miss them.
         if takes_its_place:
@@ -167,18 +167,18 @@ class Publishing(Generic[S]):
                 return
         # A delta of use that is not whole was refused early, perhaps without a new attempt being asked for. It counts
         # as uploaded, since otherwise it would never be renewed.
-        if whole or self._is_of_use(publication):
+        if whole or self._can_still_merge(publication):
             member.shared.uploaded[p] = publication.serial
         if whole and takes_its_place:
             with suppress(BusError):  # without this call the old payload expires by its own, longer TTL
                 await member.bus.expire_soon(delta_key(member, p, renews), TIMES.renewed_ttl_s)
 
-    def _is_of_use(self, publication: Publication) -> bool:
+    def _can_still_merge(self, publication: Publication) -> bool:
         """Return whether the syncer can still merge it: at most one version stale, and no later attempt on its base."""
         base, (latest, _) = publication.base.version, self._latest[publication.base.fragment]
-        return latest - 1 <= base <= latest and not self._is_outdone(publication)
+        return latest - 1 <= base <= latest and not self._is_superseded(publication)
 
-    def _is_outdone(self, publication: Publication) -> bool:
+    def _is_superseded(self, publication: Publication) -> bool:
         """Return whether a later attempt on the same base was queued."""
         base, attempt = self.newest[publication.base.fragment]
         return base == publication.base.version and attempt > publication.attempt

@@ -142,7 +142,7 @@ class OptimizerState:
         self._kept: dict[str, Mapping[str, Any]] = {}
         for one in trials:
             self._kept |= {name: one.kept if not one.stacked or not at else {} for at, name in enumerate(one.tensors)}
-        moments, numbers = _told_apart(trials)
+        moments, numbers = _classify(trials)
         named = frozenset(moments + numbers)
         # Names of the states that are neither moments nor numbers: peers have no use for them.
         self.others = sorted({name for kept in self._kept.values() for name in kept} - named)
@@ -279,7 +279,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _told_apart(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
+def _classify(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
     """Return the names of the moments and of the numbers.
 
     A name is one of these only if it is one wherever it occurs, and occurs for all tensors of a group or for none.

@@ -76,7 +76,7 @@ class Tree:
             UsageError: a leaf cannot be trained or travel, or an argument names a leaf that is not there or has a wrong
                 form.
         """
-        named, self.structure = _taken_apart(params, jax.tree_util.tree_flatten_with_path)
+        named, self.structure = _flatten(params, jax.tree_util.tree_flatten_with_path)
         paths = [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in named]
         names = {} if names is None else names
         if not isinstance(names, Mapping):
@@ -105,7 +105,7 @@ class Tree:
             UsageError: it has another form; names the leaf.
         """
         leaves: list[Any]
-        leaves, structure = _taken_apart(params, jax.tree_util.tree_flatten)
+        leaves, structure = _flatten(params, jax.tree_util.tree_flatten)
         if structure != self.structure:
             raise UsageError(self._what_differs(params))
         for path, form, leaf in zip(self._paths, self._forms, leaves, strict=True):
@@ -135,7 +135,7 @@ REMEDY = (
 FORMS = "its name in the run, or (that name, the order of its axes there), such as ('0.weight', (1, 0))"
 
 
-def _taken_apart(params: Any, flatten: Callable[[Any], tuple[list[Any], Any]]) -> tuple[list[Any], Any]:
+def _flatten(params: Any, flatten: Callable[[Any], tuple[list[Any], Any]]) -> tuple[list[Any], Any]:
     """Return (leaves, structure), as JAX's `flatten` gives them.
 
     Raises:

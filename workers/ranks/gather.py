@@ -146,7 +146,7 @@ class Transfers:
             initial=self._upload_initial,
             pull=self._pull,
             give=self._give,
-            hand=self._hand,
+            hand=self._hand_over_fragment,
             inherit=self._inherit,
             drop=self._drop,
             merged=self._merged,
@@ -293,7 +293,7 @@ class Transfers:
 
     # --- a fragment goes to another server --------------------------------------------------------------
 
-    async def _hand(self, _: int, p: int, server: int) -> bool:
+    async def _hand_over_fragment(self, _: int, p: int, server: int) -> bool:
         """Send another server what it needs to take over a fragment. Return False while a delta's fate is unknown."""
         feedback = self._carrier.feedback
         if feedback.undecided(p):

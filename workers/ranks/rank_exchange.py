@@ -23,7 +23,7 @@ from diloco.pipeline.messages.run import Event, Phase, RunState
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
 from diloco.pipeline.transfer.payloads import Offload
-from diloco.pipeline.waiting import meanwhile
+from diloco.pipeline.waiting import in_background
 from diloco.workers.background import offload
 from diloco.workers.encoding import AT_ONCE, OnHost
 from diloco.workers.exchange.carrier import Carrier
@@ -192,7 +192,7 @@ class RankExchange:
         if not leads:  # registers the handlers before connecting: requests may come at once
             self._follow()
         try:
-            async with self._transport, meanwhile(self._transport.watch()):
+            async with self._transport, in_background(self._transport.watch()):
                 await (self._lead() if leads else asyncio.Event().wait())
         except IdTaken:
             raise  # another process has the name now, and that learner is not broken
@@ -263,7 +263,7 @@ class RankExchange:
             exchange = await joining.join_with(training.spec, training.layout, make_carrier)
             shared, carriers[0].joining = exchange.shared, False
             rank = Rank(transport, transfers[0], training, shared, self._joined, exchange, carriers[0], in_flight)
-            async with meanwhile(self._until_left(exchange), rank.exit_barrier.watch()):
+            async with in_background(self._until_left(exchange), rank.exit_barrier.watch()):
                 versions = tuple(base.version for base in shared.adoptions.values())
                 await log_joined(bus, *who, versions, shared.state)
                 await self._enter_all(rank, versions, shared.state)

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.process.signals import AGAIN_STATUS
-from diloco.pipeline.waiting import meanwhile
+from diloco.pipeline.waiting import in_background
 from diloco.workers.background import OwnThread
 from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange import Exchange
@@ -406,7 +406,7 @@ class RankThread(ExchangeThread[Rank]):
             transport = Transport.over(group.rank, group.connections)
             given = bus, bus.clock, transport, training, self._shares, self._joined
             self._exchange = RankExchange(*given, abandoned=lambda: self._abandoned)
-            async with meanwhile(scripts.watch()):
+            async with in_background(scripts.watch()):
                 await self._exchange.work()
         finally:
             await bus.close()

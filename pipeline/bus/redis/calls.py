@@ -92,7 +92,7 @@ class RedisCalls:
 
     async def info(self) -> BusInfo:
         """Return what the server, or all primaries of a cluster, report; a node that is down becomes a warning."""
-        told = await self.everywhere("INFO")
+        told = await self.on_all_nodes("INFO")
         there = {address: reply for address, reply in told.items() if not isinstance(reply, DilocoError)}
         nodes, known_replicas = list(there.values()), self.nodes.known_replicas
         limits = [int(node.get("maxmemory", 0)) for node in nodes]
@@ -129,7 +129,7 @@ class RedisCalls:
         """
         return self._lanes.call(lane, limit_s, self._lanes.node_of(key), key)
 
-    async def everywhere(
+    async def on_all_nodes(
         self, *command: Any, at: Collection[HostPort | None] | None = None, lane: Lane = "control"
     ) -> dict[HostPort | None, Any]:
         """Send one command to each node that holds keys, or to those in `at`; return the reply of each.
@@ -194,7 +194,7 @@ class RedisCalls:
         """
         listed = list(scripts().values())
         try:
-            told = await self.everywhere("SCRIPT EXISTS", *(one.sha for one in listed), at=nodes, lane=lane)
+            told = await self.on_all_nodes("SCRIPT EXISTS", *(one.sha for one in listed), at=nodes, lane=lane)
         except NotPermitted:  # this user runs few scripts or none; if one is missing, its call raises
             return
         for node, there in told.items():

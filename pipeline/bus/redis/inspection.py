@@ -49,7 +49,7 @@ def address_of(url: str) -> Address:
     return Address(place.where, own, is_tls(place.options), password, place.user, certificate)
 
 
-async def unwell_sentinels(url: str) -> list[str]:
+async def unhealthy_sentinels(url: str) -> list[str]:
     """Return the sentinels of a URL that could not help to replace a primary, each with the reason.
 
     The list is empty if the URL names no sentinels.
@@ -61,9 +61,9 @@ async def unwell_sentinels(url: str) -> list[str]:
     if not place.service:
         return []
     nodes = SentinelNodes(place)
-    with suppress(DilocoError):  # `unwell` says more, sentinel by sentinel
+    with suppress(DilocoError):  # `unhealthy` says more, sentinel by sentinel
         await nodes.refresh()
-    return await nodes.unwell()
+    return await nodes.unhealthy()
 
 
 def _loopback(host: str) -> bool:
@@ -120,7 +120,7 @@ class RedisExamination:
 
     async def nodes(self) -> list[Server]:
         """Return what each node that holds keys reports about itself."""
-        told = await self._calls.everywhere("INFO")
+        told = await self._calls.on_all_nodes("INFO")
         cluster, found = self._calls.nodes.cluster, list[Server]()
         self.away = [node for node in told.values() if isinstance(node, DilocoError)]
         for address, node in told.items():
@@ -153,7 +153,7 @@ class RedisExamination:
         found: dict[str, str] = {}
         for name in names:
             try:
-                reply = (await self._calls.everywhere("CONFIG", "GET", name, at=[address]))[address]
+                reply = (await self._calls.on_all_nodes("CONFIG", "GET", name, at=[address]))[address]
             except DilocoError:  # CONFIG may be forbidden
                 return {}
             flat = list(reply.items()) if isinstance(reply, dict) else list(zip(reply[::2], reply[1::2], strict=True))

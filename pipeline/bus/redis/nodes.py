@@ -88,7 +88,7 @@ class SentinelNodes(Nodes):
         answers = await self._ask()
         told, errors = _read(answers, _vote_of)
         if not told:
-            raise self._nobody(errors)
+            raise self._no_primary_error(errors)
         ((named, votes),) = Counter(vote.primary for vote in told).most_common(1)
         if 2 * votes <= len(told):
             raise BusUnavailable(f"the sentinels of Redis at {self._place.where} do not agree on who is primary")
@@ -106,7 +106,7 @@ class SentinelNodes(Nodes):
         counts, _ = _read(answers, lambda answer: int(_fields(answer).get("num-slaves", 0)))
         self.known_replicas = median_low(counts)
 
-    async def unwell(self) -> list[str]:
+    async def unhealthy(self) -> list[str]:
         """Return the sentinels that could not help to replace the primary, each with the reason."""
         options, service = self._place.sentinel_options or {}, self._place.service
         asked = [_ask(host, options, "SENTINEL", "MASTER", service) for host in self._place.hosts]
@@ -137,9 +137,9 @@ class SentinelNodes(Nodes):
         """Ask all sentinels; return the answers of a majority, or if there is none, of all that answer, with errors."""
         hosts, options = self._place.hosts, self._place.sentinel_options or {}
         asked = [_ask(host, options, "SENTINEL", "MASTER", self._place.service) for host in hosts]
-        return await _most(asked)
+        return await _await_majority(asked)
 
-    def _nobody(self, errors: Iterable[BaseException]) -> UsageError | BusUnavailable:
+    def _no_primary_error(self, errors: Iterable[BaseException]) -> UsageError | BusUnavailable:
         """Return the error to raise if no sentinel knows the primary."""
         place, said = self._place, list(errors)
         replies = [error for error in said if isinstance(error, (rx.ResponseError, rx.AuthenticationError))]
@@ -190,7 +190,7 @@ class ClusterNodes(Nodes):
 
     async def refresh(self) -> None:
         known = dict.fromkeys((*self._primaries, *self._replicas, *self._place.hosts))
-        answers = await _most([self._view(host) for host in known])
+        answers = await _await_majority([self._view(host) for host in known])
         views = Counter(answer for answer in answers if not isinstance(answer, BaseException))
         if not views:
             raise translate(answers[0], self._place.where, self._place.user)
@@ -276,7 +276,7 @@ async def _ask(host: HostPort, options: Mapping[str, Any], *command: str) -> Any
         await drop(connection)
 
 
-async def _most(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def _await_majority(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Run calls concurrently until a majority has succeeded, plus `rest_s` for the others.
 
     Returns:

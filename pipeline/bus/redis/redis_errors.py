@@ -120,7 +120,7 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
     if code == "NOPERM" or _FORBIDDEN.search(text):
         return _not_permitted(text, where, user, key)
     if code in ("NOAUTH", "WRONGPASS") or isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
-        return _not_let_in(text, where, user)
+        return _login_error(text, where, user)
     if re.search("certificate (has )?expired|certificate is not yet valid", text, re.IGNORECASE):
         remedy = (
             "have it renewed, or correct this machine's clock; everything then continues on its own. If it is a "
@@ -197,7 +197,7 @@ def _rights_remedy(user: str, run: str) -> str:
     )
 
 
-def _not_let_in(text: str, where: str, user: str) -> UsageError:
+def _login_error(text: str, where: str, user: str) -> UsageError:
     """Return the error for a login that was refused, or was required and not given."""
     if "without any password configured" in text or "no password is set" in text:
         return UsageError(f"Redis at {where} has no passwords", "remove user and password from DILOCO_REDIS_URL", text)

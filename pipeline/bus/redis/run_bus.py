@@ -107,7 +107,7 @@ class RedisReports(RedisConnection, Reports):
         now_ms, reports, seen = await self._stored()
         large = stored_reports.oversized(reports, LearnerReport.max_bytes)
         late = stored_reports.oversized(seen, stored_reports.TIME_BYTES)
-        if large or late or stored_reports.are_too_many(reports, seen, self._fragments):
+        if large or late or stored_reports.have_surplus(reports, seen, self._fragments):
             with suppress(NotPermitted, Oversized):  # a syncer has the rights, and cleans up at its next read
                 await self._redis.delete(self.keys.seen, late)
                 reports = await self._without_surplus(reports, seen, large)
@@ -143,7 +143,7 @@ class RedisReports(RedisConnection, Reports):
         """
         gone = set(large)
         kept = {name: blob for name, blob in reports.items() if name not in gone}
-        if stored_reports.are_too_many(kept, {}, self._fragments):
+        if stored_reports.have_surplus(kept, {}, self._fragments):
             learners = stored_reports.reporting(kept)
             # Read at most the bytes that a valid holder can have: each learner may write anything to its own key.
             held = await self._redis.run_pipeline(

@@ -15,7 +15,7 @@ from typing import TypeVar
 import structlog
 
 from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock, TapeEntry
-from diloco.pipeline.bus.tape_reading import just_before, lost
+from diloco.pipeline.bus.tape_reading import lost, previous_id
 from diloco.pipeline.errors import BusError, DilocoError, PeerError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
@@ -309,7 +309,7 @@ class RunReader:
             return True
         for stream, read in (("events", self._bus.read_events), ("evaluations", self._bus.read_evaluations)):
             at = self._cursors[stream]
-            if at != START and [found for found, _ in await read(just_before(at), 1)] != [at]:
+            if at != START and [found for found, _ in await read(previous_id(at), 1)] != [at]:
                 return True
         return False
 

@@ -15,7 +15,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS, Codec, GlobalCodec, OuterName
 from diloco.pipeline.payload.codec import DTYPES
-from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.process.output import survive_closed_pipes
 from diloco.pipeline.process.signals import end_signals, ignore_hangup
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.units import counted
@@ -46,7 +46,7 @@ def _stop_cleanly() -> None:
 
     for number in end_signals():
         signal.signal(number, hang_up if number.name == "SIGHUP" else signal.default_int_handler)
-    outlive_readers()  # an hour's measurements may go to files too
+    survive_closed_pipes()  # an hour's measurements may go to files too
 
 
 Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 100e6")]

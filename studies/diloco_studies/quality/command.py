@@ -15,7 +15,7 @@ from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.process.cores import usable_cores
-from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.process.output import survive_closed_pipes
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.units import counted
 from diloco.workers.trainer.data.tokens import is_held_out
@@ -101,7 +101,7 @@ def _sweep(
     device: str,
 ) -> tuple[int, int]:
     """Do runs with a progress bar: how many failed, and how many are left, since it was asked to stop."""
-    outlive_readers()
+    survive_closed_pipes()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shares, failed, done = [0.0] * len(runs), 0, 0
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:

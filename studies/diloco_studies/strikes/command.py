@@ -29,7 +29,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process import logs
-from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.process.output import survive_closed_pipes
 from diloco.pipeline.process.signals import ignore_hangup
 from diloco.pipeline.units import parse_duration
 from diloco_studies.strikes import bounds as chaos_bounds
@@ -202,7 +202,7 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
             "alone; strike it by --kill, --cut or --hang"
         )
     folder = choose(settings)
-    outlive_readers(folder.launcher_log)
+    survive_closed_pipes(folder.launcher_log)
     with one_error(folder.logs):
         outcome = strike(settings, folder, for_s, rules)
         if undisturbed:

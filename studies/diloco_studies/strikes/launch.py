@@ -80,7 +80,7 @@ class StruckLauncher(Launcher):
                 continue
             often = sum(ending.name == child.name for ending in self.endings) >= MAX_ENDINGS
             if training and (often or not self.under_way.is_set()):
-                raise ChildDied(child.obituary())
+                raise ChildDied(child.describe_end())
             self._note_ending(child)
             if training:
                 child.restart()

@@ -115,12 +115,12 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         seen, reports = self._hash(self.keys.seen), self._hash(self.keys.learners)
         large = stored_reports.oversized(reports, LearnerReport.max_bytes)
         late = stored_reports.oversized(seen, stored_reports.TIME_BYTES)
-        if large or late or stored_reports.are_too_many(reports, seen, self._fragments):
+        if large or late or stored_reports.have_surplus(reports, seen, self._fragments):
             for name in late:
                 del seen[name]
             for name in large:
                 del reports[name]
-            if stored_reports.are_too_many(reports, {}, self._fragments):
+            if stored_reports.have_surplus(reports, {}, self._fragments):
                 holders = {name: self._bytes(self.keys.holder(name)) for name in stored_reports.reporting(reports)}
                 for name in stored_reports.surplus_reports(reports, holders, self._fragments):
                     del reports[name]

@@ -23,7 +23,7 @@ from diloco.launcher.launch import Child, ChildDied, Children, environment, thre
 from diloco.options import RunProcess
 from diloco.pipeline.process import signals
 from diloco.pipeline.units import duration
-from diloco.pipeline.waiting import first_of, meanwhile
+from diloco.pipeline.waiting import first_of, in_background
 from diloco_studies.bench.kills import evaluate, train
 from diloco_studies.bench.kills.curves import Run
 from diloco_studies.bench.kills.plan import ENVIRONMENT, TORCHRUN, Method, Plan, kills, name_of, torchrun
@@ -59,7 +59,7 @@ class Watch:
                 self.done.set()
                 return
             if not self._evaluator.alive:
-                raise ChildDied(self._evaluator.obituary())
+                raise ChildDied(self._evaluator.describe_end())
             if not self.under_way.is_set() and all((await asyncio.to_thread(self._steps)).values()):
                 self.under_way.set()
             self._start_again()
@@ -86,7 +86,7 @@ class Watch:
             self.endings += 1
             self._screen.note(f"torchrun on {child.name} {child.ending()} by itself, and is started again")
             if self.endings > MAX_ENDINGS or not self.under_way.is_set():
-                raise ChildDied(child.obituary())
+                raise ChildDied(child.describe_end())
             child.restart()
 
 
@@ -128,10 +128,10 @@ async def run(method: Method, plan: Plan, settings: RunProcess, folder: Folder) 
         evaluator = beside.start("evaluator", given, environ)
         folder.write_run(None, settings, machines.pids() | beside.pids())
         watch = Watch(folder, machines.named(""), evaluator, screen)
-        async with meanwhile(watch.follow()):
+        async with in_background(watch.follow()):
             await first_of(watch.under_way, asked, timeout_s=START_S)
             if not watch.under_way.is_set() and not asked.is_set():
-                raise ChildDied(f"the machines did not begin to train. {machines[name_of(0)].obituary()}")
+                raise ChildDied(f"the machines did not begin to train. {machines[name_of(0)].describe_end()}")
             began_s = time.time()
             watch.monkey = monkey = Monkey(
                 kills(plan) if method.killed else [],
@@ -140,7 +140,7 @@ async def run(method: Method, plan: Plan, settings: RunProcess, folder: Folder) 
                 None,
                 lambda text: screen.note(f"{time.time() - began_s:7.1f} s  {text}"),
             )
-            async with meanwhile(monkey.run()):
+            async with in_background(monkey.run()):
                 await first_of(watch.done, asked, timeout_s=plan.within_s)
                 monkey.relent()
         took = duration(time.time() - began_s)
