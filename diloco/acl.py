@@ -17,8 +17,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import party_name
 
 HEADER = """\
-# Users of a Redis 7 for Decoupled DiLoCo: each party may do what it does, and nothing else. Made by `diloco acl`.
-# Redis reads comments nowhere: they go before it does (deploy/redis.sh).
+# Users of a Redis 7 for Decoupled DiLoCo: each party has only the rights that it needs. Created by `diloco acl`.
+# Redis accepts no comments in this file: remove them first, as deploy/redis.sh does.
 """
 # Minimum length of a password that is not generated here (generated ones have 48 characters).
 MIN_PASSWORD_CHARS = 12
@@ -54,15 +54,15 @@ def gather_passwords(names: Iterable[str], environ: Mapping[str, str], file: Pat
     missing = [name for name in names if name not in found]
     if missing and file is None:
         raise UsageError(
-            f"no password in {', '.join(missing)}: set them, or give --passwords FILE to have them made up"
+            f"no password in {', '.join(missing)}: set them, or pass --passwords FILE to have them generated"
         )
     made = {name: secrets.token_hex(24) for name in missing}
     passwords = {name: (found | made)[name] for name in names}
     for name, password in passwords.items():
         if len(password) < MIN_PASSWORD_CHARS:
-            raise UsageError(f"{name} is shorter than {MIN_PASSWORD_CHARS} characters")
+            raise UsageError(f"{name} is shorter than {MIN_PASSWORD_CHARS} characters: choose a longer one")
     if len(set(passwords.values())) < len(passwords):
-        raise UsageError("two users have the same password: then neither is kept from what is the other's")
+        raise UsageError("two users have the same password, so each could log in as the other: give each its own")
     if made and file is not None:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as out:
             out.writelines(f"{name}={password}\n" for name, password in made.items())
@@ -73,7 +73,7 @@ def _read(file: Path | None) -> dict[str, str]:
     if file is None or not file.exists():
         return {}
     if file.stat().st_mode & 0o077:
-        raise UsageError(f"others can read {file}: chmod 600 {file}")
+        raise UsageError(f"other users can read {file}: run chmod 600 {file}")
     lines = (
         line.partition("=") for line in file.read_text("utf-8-sig").splitlines() if line and not line.startswith("#")
     )
@@ -97,9 +97,9 @@ def make(run: str, learners: list[str], passwords: Path | None, failover: bool =
         kept = _read(passwords)
         if left_out := [name for name in (variable(user.name) for user in acl.servers()) if name in kept]:
             raise UsageError(
-                f"{passwords} has {', '.join(left_out)}: without these users servers do not take over from each other",
-                "add --failover, or take their lines out of that file",
+                f"{passwords} has {', '.join(left_out)}: without these users, servers cannot take over from each other",
+                "pass --failover, or remove their lines from that file",
             )
     if len(set(names)) < len(names):
-        raise UsageError("two learners would have their passwords in the same variable: choose names that differ more")
+        raise UsageError("the passwords of two learners would be in the same variable: choose names that differ more")
     return acl_file(users, gather_passwords(names, os.environ, passwords))

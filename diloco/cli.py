@@ -30,17 +30,15 @@ COMMANDS: dict[str, Entry] = {
         "diloco.launcher.run:command", "Train on this machine: an embedded Redis, a syncer, learners, an evaluator."
     ),
     "demo": Entry(
-        "diloco.launcher.demo:command", "Train like `run`, with a learner that is killed and started again on the way."
+        "diloco.launcher.demo:command", "Train like `run`, but kill a learner on the way and start it again."
     ),
     "plan": Entry(
-        "diloco.plan:command", "Say what a run needs for a model and a link: H, P, codec, memory, bytes, cores."
+        "diloco.plan:command", "Show what a run needs for a model and a link: H, P, codec, memory, bytes, cores."
     ),
-    "doctor": Entry(
-        "diloco.doctor.command:command", "Look at this machine and its Redis before a run, and say what is wrong."
-    ),
-    "data": Entry("diloco.data:app", "Make token shards of text of any size, for --data, and check them: a group."),
+    "doctor": Entry("diloco.doctor.command:command", "Check this machine and its Redis before a run."),
+    "data": Entry("diloco.data:app", "Turn text of any size into token shards for --data, and check them: a group."),
     "learner": Entry("diloco.commands:learner", "Join a run as a learner, with the built-in trainer."),
-    "redis": Entry("diloco.own_redis:command", "Start a Redis for the parties of a run, here and on other machines."),
+    "redis": Entry("diloco.own_redis:command", "Start a Redis for the parties of a run, on this and other machines."),
     "syncer": Entry("diloco.commands:syncer", "Serve a run as its syncer: gather deltas, merge, publish globals."),
     "evaluator": Entry("diloco.commands:evaluator", "Measure the held-out loss of a run's global parameters."),
     "status": Entry("diloco.commands:status", "Show a live run, or the report of a finished one."),
@@ -48,7 +46,7 @@ COMMANDS: dict[str, Entry] = {
     "runs": Entry("diloco.runs:app", "List the runs of a Redis, extend a finished one, delete a dead one: a group."),
     "finish": Entry("diloco.runs:finish", "End a run in order, from anywhere."),
     "report": Entry("diloco.commands:report", "Print the report of a finished run, or write its page as one file."),
-    "tape": Entry("diloco.commands:tape", "Print a run's event tape, or repeat its merges and compare."),
+    "tape": Entry("diloco.commands:tape", "Print a run's event tape, or recompute its merges and compare."),
     "export": Entry("diloco.commands:export", "Write the global parameters of a checkpoint as a safetensors file."),
     "sample": Entry("diloco.commands:sample", "Generate text with the global parameters of a checkpoint."),
     "acl": Entry("diloco.commands:acl", "Print an ACL file for Redis: a user for each party."),
@@ -64,7 +62,8 @@ COMMANDS: dict[str, Entry] = {
         "Run quality experiments with real gradients in virtual time: a group.",
     ),
     "bench": Entry(
-        "diloco_studies.bench.command:app", "Run benchmarks on this machine, beside the best that it could do: a group."
+        "diloco_studies.bench.command:app",
+        "Run benchmarks on this machine, next to the best that it could do: a group.",
     ),
     "rank": Entry("diloco.commands:rank", ""),
 }

@@ -28,8 +28,8 @@ def _join(settings: BusSettings, command: str) -> None:
     """Check that a Redis is named, and set up logging, for a process that joins a run."""
     if settings.redis_url is None:
         raise UsageError(
-            f"`diloco {command}` needs a Redis: give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL "
-            "(the place for a URL with a password). To start everything on this machine: diloco run"
+            f"`diloco {command}` needs a Redis: pass --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL (required "
+            "for a URL with a password). To start everything on this machine, use `diloco run`"
         )
     logs.configure(settings.log_level)
 
@@ -56,7 +56,7 @@ def syncer(settings: SyncerProcess) -> None:
         importlib.import_module("diloco.syncer.checkpoints.places").place_of(place)
     if str(settings.checkpoint_dir).startswith("memory://"):
         raise UsageError(
-            f"--checkpoint-dir {settings.checkpoint_dir} would die with the syncer: give a folder, "
+            f"--checkpoint-dir {settings.checkpoint_dir} would be lost with the syncer: use a folder, "
             "s3://bucket/path or gs://bucket/path"
         )
     for folder in (settings.checkpoint_dir, settings.tape_dir, settings.record_deltas):
@@ -107,8 +107,8 @@ Replay = Annotated[
     typer.Option(
         "--replay",
         metavar="RECORDING",
-        help="Repeat every merge from this folder of --record-deltas and compare; exit status 1 if any differs. "
-        "The tape is read from the folder around RECORDING, or from DIR: an output folder or a --tape-dir",
+        help="Recompute every merge from this folder of --record-deltas and compare; exit status 1 if any differs. "
+        "The tape is read from the parent folder of RECORDING, or from DIR: an output folder or a --tape-dir",
     ),
 ]
 ReportFolder = Annotated[
@@ -123,11 +123,11 @@ Html = Annotated[
     typer.Option(
         "--html",
         metavar="FILE",
-        help="Write the run's page to this file, or into this folder as report.html, and print its address. "
-        "An output folder holds its own run's page only: without DIR, `--html runs/X` shows the run in runs/X",
+        help="Write the run's page to this file, or into this folder as report.html, and print its address. An "
+        "output folder holds only its own run's page: without DIR, `--html runs/X` shows the run in runs/X",
     ),
 ]
-Web = Annotated[bool, typer.Option("--web", help="Serve a page for browsers")]
+Web = Annotated[bool, typer.Option("--web", help="Serve a web page")]
 WATCH_S = 2
 
 
@@ -149,19 +149,21 @@ Every = Annotated[
         "--watch",
         metavar="[SECONDS]",
         min=1,
-        help=f"Repeat every so many seconds (every {WATCH_S} without a number), until the run is finished or Ctrl-C",
+        help=f"Repeat at this interval in seconds (default {WATCH_S}) until the run is finished or Ctrl-C",
     ),
 ]
 To = Annotated[
     str | None,
-    typer.Option("--to", metavar="tensorboard|wandb", help="Write curves there, until the run is finished or Ctrl-C"),
+    typer.Option(
+        "--to", metavar="tensorboard|wandb", help="Write curves for this tracker until the run is finished or Ctrl-C"
+    ),
 ]
 Into = Annotated[
     Path | None,
     typer.Option(
         "--into",
         metavar="FOLDER",
-        help="Files of --to; a later call continues them (default: tracked/TO/RUN)",
+        help="Folder for the files of --to; a later call continues them (default: tracked/TO/RUN)",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
@@ -181,9 +183,9 @@ status.cls = _Watching  # type: ignore[attr-defined]  # instead of the class tha
 def watch(settings: WatchProcess, folder: Folder = None, web: Web = False, to: To = None, into: Into = None) -> None:
     """Serve the page of any run from this machine, until Ctrl-C. It needs only the right to read the run's Redis.
 
-    The command says when the run is finished, and keeps the page.
+    When the run is finished, the command says so and keeps the page up.
 
-    Learners and syncers do not notice. `diloco run` and `diloco syncer` serve the same page by themselves.
+    This does not affect learners and syncers. `diloco run` and `diloco syncer` already serve the same page.
 
     With --to, write the run's curves to TensorBoard's files or to Weights & Biases instead.
 
@@ -197,8 +199,8 @@ def watch(settings: WatchProcess, folder: Folder = None, web: Web = False, to: T
 def report(settings: BusSettings, folder: ReportFolder = None, html: Html = None) -> None:
     """Print the report of a run, finished or not. With --html, write its page as one file, which needs no server.
 
-    The run is the one in DIR, else the one on the Redis that is named, else the newest in runs/. The report of a live
-    run, or of a run on a named Redis, is made only from its Redis.
+    The run is the one in DIR, otherwise the one on the given Redis, otherwise the newest in runs/. The report of a live
+    run, or of a run on a given Redis, uses only its Redis.
 
     Example: diloco report --redis-url redis://HOST:6379 --run my-run
     """
@@ -220,19 +222,24 @@ def tape(settings: BusSettings, folder: TapeFolder = None, as_json: AsJson = Fal
 
 def acl(
     learner: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A learner with a user of its own; give it once for each")
+        list[str] | None, typer.Option(metavar="NAME", help="A learner with its own user; repeat the option for each")
     ] = None,
     run: Annotated[
         str, typer.Option(envvar="DILOCO_RUN", help="Name of the run, or '*' for every run (default: run)")
     ] = "",
     passwords: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Lines REDIS_<USER>_PASSWORD=...; missing ones are generated and added"),
+        typer.Option(
+            metavar="FILE", help="File of lines REDIS_<USER>_PASSWORD=...; missing passwords are generated and added"
+        ),
     ] = None,
-    template: Annotated[bool, typer.Option(help="Print deploy/users.acl, with variables in place of hashes")] = False,
+    template: Annotated[bool, typer.Option(help="Print deploy/users.acl, with variables instead of hashes")] = False,
     failover: Annotated[
         bool,
-        typer.Option("--failover", help="Also the users `replica`, `sentinel` and `setup` of servers that take over"),
+        typer.Option(
+            "--failover",
+            help="Add the users `replica`, `sentinel` and `setup`, for servers that take over from each other",
+        ),
     ] = False,
 ) -> None:
     """Print an ACL file for Redis 7: a user for each party, with no more rights than it needs.
@@ -243,7 +250,9 @@ def acl(
     maker = importlib.import_module("diloco.acl")
     if not (run or template):
         typer.echo(
-            "note: users of the run 'run': name another one by --run NAME, all of this Redis by --run '*'", err=True
+            "note: these users are for the run 'run'; for another run pass --run NAME, for all runs of this Redis "
+            "--run '*'",
+            err=True,
         )
     typer.echo(maker.template() if template else maker.make(run or "run", learner or [], passwords, failover), nl=False)
 
@@ -258,13 +267,13 @@ Checkpoint = Annotated[
 
 def export(
     checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, OUT.safetensors; with --hf a folder")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, OUT.safetensors; with --hf, a folder")],
     hf: Annotated[
         Path | None,
         typer.Option(
             metavar="CONFIG_DIR",
-            help="Write a folder for transformers' from_pretrained, with this folder's config, tokenizer and weights "
-            "that were not trained; for peft's where it has adapter_config.json",
+            help="Write a folder for transformers' from_pretrained, with the config, the tokenizer and the untrained "
+            "weights of this folder; for peft's from_pretrained if it has adapter_config.json",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace existing files")] = False,
@@ -282,7 +291,7 @@ def export(
 def _temperature(value: float) -> float:
     """Check a temperature. typer's own range check lets NaN pass, and cannot allow 0 below its lower bound."""
     if value and not COLDEST <= value <= HOTTEST:
-        raise typer.BadParameter(f"{value}: give 0, or a number from {COLDEST:g} to {HOTTEST:g}")
+        raise typer.BadParameter(f"{value}: use 0, or a number from {COLDEST:g} to {HOTTEST:g}")
     return value
 
 
@@ -296,12 +305,16 @@ def sample(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Option(callback=_utf8, help="Start of the text")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, max=10**9, help="Tokens to generate")] = 200,
-    temperature: Annotated[float, typer.Option(callback=_temperature, help="0: always the likeliest token")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=1, help="Draw from this many likeliest tokens")] = 40,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draw")] = 0,
+    temperature: Annotated[
+        float, typer.Option(callback=_temperature, help="Sampling temperature; 0: always the likeliest token")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Sample from this many likeliest tokens")] = 40,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling")] = 0,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Token shards of the run, or their index.json and tokenizer.json alone"),
+        typer.Option(
+            metavar="FOLDER", help="Folder with the run's token shards (index.json and tokenizer.json are enough)"
+        ),
     ] = None,
 ) -> None:
     """Generate text with the global parameters of a checkpoint."""

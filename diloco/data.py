@@ -25,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Make tokenised text for `--data` from texts, tables and data sets of any size, and check it.",
+    help="Turn texts, tables and data sets of any size into token shards for `--data`, and check them.",
 )
 
 
@@ -36,7 +36,7 @@ def _whole(least: int, most: int, value: str) -> int:
     except ValueError:
         number = None
     if number is None or not least <= number <= most:
-        raise typer.BadParameter(f"{value}: give a whole number from {least} to {most}, such as 32k or 2.5M")
+        raise typer.BadParameter(f"{value}: use a whole number from {least} to {most}, such as 32k or 2.5M")
     return number
 
 
@@ -57,46 +57,51 @@ def prepare(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Folder to make (default: the name of the first TEXT with -tokens)"),
+        typer.Option(metavar="FOLDER", help="Folder to create (default: the name of the first TEXT plus -tokens)"),
     ] = None,
     vocab: Annotated[
         int | None,
         typer.Option(
             parser=_vocab,
             metavar="N",
-            help="Entries of a vocabulary of byte pairs, trained on a sample of the text "
-            f"(default {written(USUAL_VOCAB)})",
+            help="Entries of a byte-pair vocabulary that is trained on a sample of the text (default "
+            f"{written(USUAL_VOCAB)})",
         ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Use this tokenizer.json, or the one in this folder, and train none"),
+        typer.Option(
+            metavar="FILE", help="Use this tokenizer.json, or the one in this folder, instead of training one"
+        ),
     ] = None,
     separator: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN", help="Token of --tokenizer that is put after each document"),
+        typer.Option(metavar="TOKEN", help="Token of --tokenizer that ends each document"),
     ] = None,
-    column: Annotated[
-        str, typer.Option(metavar="NAME", help="Column of tables and data sets that holds the text")
-    ] = "text",
+    column: Annotated[str, typer.Option(metavar="NAME", help="Text column of tables and data sets")] = "text",
     streaming: Annotated[
-        bool, typer.Option("--streaming", help="Read data sets as they arrive, without a copy on this disk")
+        bool, typer.Option("--streaming", help="Stream data sets, without a copy on this disk")
     ] = False,
     tokens: Annotated[
-        int | None, typer.Option(parser=_tokens, metavar="N", help="End after about so many tokens, e.g. 10B")
+        int | None, typer.Option(parser=_tokens, metavar="N", help="Stop after about this many tokens, e.g. 10B")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token shards that FOLDER holds")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the token shards in FOLDER")] = False,
 ) -> None:
     """Write text as token shards, for `--data FOLDER` of a run, learner or evaluator.
 
     A vocabulary is trained on a sample first, unless --tokenizer gives one. An unfinished folder is deleted.
     """
     if tokenizer is not None and vocab is not None:
-        raise UsageError("--vocab is for a vocabulary that is trained here, and --tokenizer has its own: leave one out")
+        raise UsageError(
+            "--vocab is for a vocabulary that is trained here, but --tokenizer has its own: leave out one of them"
+        )
     if separator is not None and tokenizer is None:
-        raise UsageError(f"--separator is for a --tokenizer: a vocabulary that is trained here has {bpe.SEPARATOR}")
+        raise UsageError(
+            "--separator is only for a --tokenizer: leave it out; a vocabulary that is trained here "
+            f"uses {bpe.SEPARATOR}"
+        )
     if streaming and not any(text.startswith(DATA_SET) for text in texts):
-        raise UsageError(f"--streaming is for data sets by name: no TEXT begins with {DATA_SET}")
+        raise UsageError(f"--streaming is only for data sets by name, but no TEXT begins with {DATA_SET}: leave it out")
     out = out or Path(f"{_stem(texts[0])}-tokens")
     _check_apart(out, texts)
     loaded = None if tokenizer is None else bpe.load(tokenizer)
@@ -116,7 +121,7 @@ def prepare(
                 part_done=bar.step,
                 encoded=bar.show_tokens,
             )
-    typer.echo(f"{out}: {_told(index)}\nto train on it: diloco run --data {out}")
+    typer.echo(f"{out}: {_told(index)}\nto train on it, run: diloco run --data {out}")
 
 
 @app.command()
@@ -164,9 +169,9 @@ def _check_apart(out: Path, texts: Sequence[str]) -> None:
     """Raise UsageError if the folder would be part of the text the next time, or holds text that it would replace."""
     for text in texts:
         if Path(text).is_dir() and out.resolve().is_relative_to(Path(text).resolve()):
-            raise UsageError(f"{out} lies in {text}, which is the text: choose another --out")
+            raise UsageError(f"{out} is inside {text}, which is the text: choose a different --out")
         if Path(text).resolve().is_relative_to(out.resolve()):
-            raise UsageError(f"{text} lies in {out}, which would be replaced: choose another --out")
+            raise UsageError(f"{text} is inside {out}, which would be replaced: choose a different --out")
 
 
 def _trained(source: Source, vocab: int) -> Any:
@@ -180,7 +185,6 @@ def _told(index: Index) -> str:
     return (
         f"{index.tokens} tokens of {index.documents} documents in {len(index.shards)} shards, "
         f"{index.tokens - index.train_tokens} of them held out; vocabulary {index.entries}, "
-        f"{index.text_bytes / max(1, index.tokens):.2f} bytes a token; "
-        f"{index.skipped} empty or unreadable ones skipped; "
-        f"fingerprint {index.fingerprint}"
+        f"{index.text_bytes / max(1, index.tokens):.2f} bytes per token; {index.skipped} empty or unreadable "
+        f"documents skipped; fingerprint {index.fingerprint}"
     )

@@ -97,7 +97,7 @@ def make_folder(folder: Path) -> None:
     """Create the folder if it is missing, and say so."""
     if not folder.is_dir():
         folder.mkdir(parents=True)
-        typer.echo(f"{folder}: made this folder")
+        typer.echo(f"{folder}: created this folder")
 
 
 def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
@@ -108,9 +108,9 @@ def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
     """
     out = Path(os.path.realpath(out))  # the file behind a link is replaced, not the link
     if out.exists() and not out.is_file():
-        raise UsageError(f"{out} is no file: name one")
+        raise UsageError(f"{out} is not a file: give a file name")
     if out.exists() and not overwrite:
-        raise UsageError(f"{out} exists: choose another name, or give --overwrite")
+        raise UsageError(f"{out} exists: choose another name, or pass --overwrite")
     found = make_of_globals(checkpoint, partial(_written, out=out))
     elements = sum(tensor.nbytes for tensor in found.tensors.values()) // 4
     typer.echo(f"{out}: {len(found.tensors)} tensors, {elements} elements, {found.origin}")

@@ -77,8 +77,8 @@ def _export(found: Globals, out: Path, config: Path, overwrite: bool) -> None:
     typer.echo(f"{out}: {len(found.tensors)} tensors, {elements} elements, {found.origin}; as {dtype}{beside}")
     if not adapter and (others := _other_values(found, tensors)):
         typer.echo(
-            f"warning: {some(others)} of {config} had other values in the run, which has not trained them: unless they "
-            "were quantized there, give the folder that the run began with",
+            f"warning: {some(others)} of {config} differ from the run's values, although the run has not trained "
+            "them: unless they were quantized there, give the folder that the run started from",
             err=True,
         )
 
@@ -89,9 +89,9 @@ def _check_out(out: Path, config: Path, name: str, overwrite: bool) -> None:
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise UsageError(f"{out} is not empty: choose another name, or give --overwrite")
+        raise UsageError(f"{out} is not empty: choose another name, or pass --overwrite")
     if out.resolve() == config.resolve():
-        raise UsageError(f"{out} is the folder of --hf itself: choose another one to write to")
+        raise UsageError(f"{out} is the folder of --hf itself: choose a different output folder")
     others = [file.name for kind in ("*.safetensors", "*.bin", f"*{INDEX}") for file in out.glob(kind)]
     if others := [other for other in others if other != name]:
         raise UsageError(f"{out} holds other weights ({some(others)}): choose another folder")
@@ -104,25 +104,25 @@ def _model(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]:
     """Return the name of the file, its dtype, and its tensors: first the trained ones, then those of the folder."""
     config = read_object(folder / CONFIG)
     if has_adapter(found.tensors):
-        raise UsageError(f"the run has trained an adapter: --hf takes the folder with its {ADAPTER_CONFIG}")
+        raise UsageError(f"the run has trained an adapter: pass --hf the folder with its {ADAPTER_CONFIG}")
     if config.get("quantization_config"):
         raise UsageError(
             f"{folder / CONFIG} describes a quantized model: give the folder of the model in full precision"
         )
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
-        raise UsageError(f"{folder / CONFIG}: dtype {dtype!r} is none of {', '.join(DTYPES)}")
+        raise UsageError(f"{folder / CONFIG}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     own = _own_weights(folder)
     there = names_in(own, [*found.tensors, *found.frozen])
     if own and not there:
         raise UsageError(
-            f"the weights in {folder} belong to another model: they have {some(list(own))}, and the run "
+            f"the weights in {folder} belong to a different model: they have {some(list(own))}, but the run has "
             f"{some(list(found.tensors))}"
         )
     if missing := [name for name in found.frozen if name not in there]:
         raise UsageError(
-            f"the run has not trained {some(missing)}, and {folder} has no such weights: give the folder with the "
-            "weights that the run began with"
+            f"the run has not trained {some(missing)}, and {folder} lacks them: give the folder with the weights that "
+            "the run started from"
         )
     tensors = {there.get(name, name): _trained(name, one, dtype) for name, one in found.tensors.items()}
     _check_shapes(tensors, own, folder)
@@ -157,7 +157,7 @@ def _own_weights(folder: Path) -> dict[str, Tensor]:
             raise UsageError(f"{index} does not say which weights are in which file")
         shards = {file: read_tensors(folder / file) for file in sorted(set(files.values()))}
         if missing := [name for name, file in files.items() if name not in shards[file]]:
-            raise UsageError(f"{index} names {some(missing)}, which its file has not")
+            raise UsageError(f"{index} lists {some(missing)}, which its file does not have")
         return {name: shards[file][name] for name, file in files.items()}
     if (folder / WEIGHTS).is_file():
         return read_tensors(folder / WEIGHTS)
@@ -183,7 +183,7 @@ def _adapter(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]
         own = read_tensors(folder / ADAPTER_WEIGHTS)
         _check_shapes(tensors, own, folder)
         if missing := [name for name in own if name not in tensors]:
-            raise UsageError(f"the adapter in {folder} has {some(missing)}, which the run has not trained")
+            raise UsageError(f"the adapter in {folder} has {some(missing)}, which the run did not train")
     return ADAPTER_WEIGHTS, "float32", tensors
 
 
@@ -200,7 +200,9 @@ def _converted(name: str, one: Tensor, kind: Any) -> Callable[[], Any]:
         with np.errstate(over="ignore"):
             values = np.frombuffer(one.read(), np.float32).astype(kind, copy=False)
         if kind is np.float16 and not np.isfinite(values).all():
-            raise UsageError(f"{name} has values that float16 has not: set dtype in {CONFIG} to bfloat16 or float32")
+            raise UsageError(
+                f"{name} has values that do not fit in float16: set dtype in {CONFIG} to bfloat16 or float32"
+            )
         return as_bytes(values)
 
     return read
@@ -210,5 +212,6 @@ def _check_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], fold
     for name, tensor in tensors.items():
         if name in own and own[name].shape != tensor.shape:
             raise UsageError(
-                f"{name} is {list(tensor.shape)} in the run and {list(own[name].shape)} in {folder}: another model"
+                f"{name} is {list(tensor.shape)} in the run, but {list(own[name].shape)} in {folder}: it belongs to a "
+                "different model"
             )

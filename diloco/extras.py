@@ -27,8 +27,8 @@ def load_extra(module: str, command: str) -> ModuleType:
         package = str(error.name).split(".")[0]
         if package == STUDIES:
             raise UsageError(
-                f"`diloco {command}` comes with the studies; in a checkout: "
-                f"{sys.executable} -m pip install -c constraints.txt -e studies"
+                f"`diloco {command}` is part of the studies; in a checkout, install them: {sys.executable} -m pip "
+                "install -c constraints.txt -e studies"
             ) from error
         if package not in EXTRAS:
             raise

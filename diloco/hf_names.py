@@ -39,8 +39,8 @@ def adapter_names(trained: Collection[str], kind: str) -> dict[str, str]:
     """
     if kind not in METHODS:
         raise UsageError(
-            f"peft_type {kind!r} is not known here, only {', '.join(METHODS)}. In the training program, "
-            "learner.load_globals() and then the model's save_pretrained() write it"
+            f"peft_type {kind!r} is not supported here; only {', '.join(METHODS)} is. In the training program, call "
+            "learner.load_globals() and then the model's save_pretrained() to write it"
         )
     found, adapters, strange = dict[str, str](), set[str](), []
     for name in trained:
@@ -55,9 +55,9 @@ def adapter_names(trained: Collection[str], kind: str) -> dict[str, str]:
         saved = ".".join(part for part in (match["module"], what) if part) + rest
         found[name] = _ROOT + saved.rpartition(_ROOT)[2]
     if strange:
-        raise UsageError(f"trained, and no part of a {kind} adapter's file: {some(strange)}")
+        raise UsageError(f"trained, but not part of a {kind} adapter's file: {some(strange)}")
     if len(adapters) > 1:
-        raise UsageError(f"the run has trained several adapters ({some(adapters)}): a folder holds one")
+        raise UsageError(f"the run has trained several adapters ({some(adapters)}), but a folder holds only one")
     return found
 
 

@@ -48,10 +48,10 @@ class RedisSettings(Settings):
     section = "Redis"
 
     redis_port: int | None = Field(
-        None, ge=1, le=65535, description="Port on which the embedded Redis also listens, so that others can join"
+        None, ge=1, le=65535, description="Port for the embedded Redis, so that others can join"
     )
     redis_bind: str = Field(
-        "127.0.0.1", description="Address for --redis-port; any other than the default needs DILOCO_REDIS_PASSWORD"
+        "127.0.0.1", description="Address for --redis-port; any but the default needs DILOCO_REDIS_PASSWORD"
     )
     redis_password: SecretStr | None = Field(None, description="Password of the embedded Redis")
 
@@ -73,16 +73,16 @@ def reached_at(settings: RedisSettings) -> str:
 class RedisProcess(RedisSettings):
     """`diloco redis`."""
 
-    redis_port: int = Field(6379, ge=1, le=65535, description="Port on which it listens")
+    redis_port: int = Field(6379, ge=1, le=65535, description="Port to listen on")
     redis_users: Path | None = Field(
-        None, description="ACL file with its users, made by `diloco acl`, in place of a password"
+        None, description="ACL file with its users, written by `diloco acl`, instead of a password"
     )
 
 
 class WatchProcess(BusSettings, HttpSettings):
     """`diloco watch`."""
 
-    http_port: int = Field(0, ge=0, le=65535, description="Port of the page; 0 takes a free one")
+    http_port: int = Field(0, ge=0, le=65535, description="Port of the page; 0: any free port")
 
 
 class RunSettings(Settings):
@@ -93,15 +93,16 @@ class RunSettings(Settings):
     learners: int = Field(4, ge=1, le=256, description="Number of learner processes")
     devices: str = Field(
         "auto",
-        description="Where learners train, in turn: cuda:0,cuda:1 ..., all (GPUs, divided among the learners), cpu or "
-        "mps; 0+1,2+3: a learner on each set, with a rank on each device; auto: a GPU for each, or else what it finds",
+        description="Devices of the learners, assigned in turn: cuda:0,cuda:1 ..., all (GPUs, divided among the "
+        "learners), cpu or mps; 0+1,2+3: one learner per set, one rank per device; auto: one GPU per learner if "
+        "there are enough, otherwise whatever is available",
     )
     syncers: int = Field(1, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     out: Path | None = Field(
-        None, description="Output folder; a run that was stopped or killed continues in its own (default: runs/<time>)"
+        None, description="Output folder; give that of a stopped or killed run to continue it (default: runs/<time>)"
     )
     json_report: Path | None = Field(None, description="Also write the report to this file")
-    prompt: str = expert("def ", description="Start of the text that the trained model writes at the end")
+    prompt: str = expert("def ", description="Start of the text that the trained model generates at the end")
 
 
 class DemoSettings(Settings):
@@ -127,10 +128,10 @@ class RunProcess(
     """`diloco run`: the launcher's own settings and those that it passes on to its processes."""
 
     method: RunMethod = Field(  # type: ignore[assignment]  # it has one more value: the baseline without a syncer
-        "decoupled", description="Preset for the settings that are not given (docs/reference/methods.md)"
+        "decoupled", description="Preset for settings that are not given (docs/reference/methods.md)"
     )
     redis_url: SecretStr | None = Field(
-        None, description="Redis to use instead of an embedded one. Secrets belong in DILOCO_REDIS_URL"
+        None, description="Redis to use instead of an embedded one. Set DILOCO_REDIS_URL instead if it has a password"
     )
     threads: int | None = Field(
         None, ge=1, le=4096, description="Torch threads of each learner or rank (default: cores // their number)"
@@ -139,17 +140,17 @@ class RunProcess(
         0,
         ge=0,
         le=65535,
-        description="Port of the syncer's HTTP server, or of the first of several syncers; 0 takes free ports",
+        description="Port of the syncer's HTTP server (with several syncers, of the first); 0: any free ports",
     )
     record_deltas: Path | None = Field(
         None,
-        description="New folder in which all merged deltas are kept, for `diloco tape --replay`; a bare name goes into "
-        "the output folder. Large: each merge takes as many bytes as its learners uploaded",
+        description="New folder in which all merged deltas are kept, for `diloco tape --replay`; a bare name is "
+        "created in the output folder. Large: each merge takes as many bytes as its learners uploaded",
     )
     resume: Address | None = Field(
         None, description="Output folder or checkpoint of an earlier run to continue from, or s3://bucket/path"
     )
-    overwrite: bool = Field(False, description="Begin anew: empty an output folder that is in use")
+    overwrite: bool = Field(False, description="Start from scratch: empty an output folder that is in use")
 
 
 class DemoProcess(RunProcess, DemoSettings):
@@ -158,12 +159,12 @@ class DemoProcess(RunProcess, DemoSettings):
 
 # Settings that only `diloco demo` has, each with the message for other commands that are given it.
 OF_DEMO = dict.fromkeys(
-    DemoSettings.model_fields, "it belongs to `diloco demo`, which kills a learner: leave it out here"
+    DemoSettings.model_fields, "it is only for `diloco demo`, which kills a learner: leave it out here"
 )
 # Settings that only one of a run's processes has, each with the message for a run that is given it.
 OF_ONE_LEARNER = {
-    "device": "it belongs to one learner; the devices of a whole run are given by --devices cuda:0,cuda:1 ...",
-    "redis_users": "it belongs to `diloco redis`: start a Redis with that, and name it by --redis-url",
+    "device": "it is for a single learner; set the devices of a run with --devices cuda:0,cuda:1 ...",
+    "redis_users": "it is for `diloco redis`: start a Redis with it, and pass its address with --redis-url",
 }
 
 # Fields of `RunProcess` that users cannot give: the launcher sets them for each process.
@@ -287,7 +288,7 @@ class SettingsCommand(TyperCommand):
             if given == "--":
                 break
             if flag in elsewhere:
-                raise UsageError(f"{flag} is no flag of this command: {elsewhere[flag]}")
+                raise UsageError(f"this command does not have {flag}: {elsewhere[flag]}")
         return super().parse_args(ctx, args)
 
 
@@ -318,7 +319,7 @@ def takes(
         "config",
         inspect.Parameter.KEYWORD_ONLY,
         default=typer.Option(
-            None, "--config", help="TOML file with settings, expert ones too: named like the flags, with _ for -"
+            None, "--config", help="TOML file with settings, including expert ones: named like the flags, with _ for -"
         ),
         annotation=Path | None,
     )
@@ -330,7 +331,7 @@ def takes(
         outside = given_outside({*omit, *moved}, file) if kind.from_environment else {}
         for name, given in outside.items():
             if name in omit:
-                warnings.append(f"{given.where} is ignored: this command chooses it, or has no use for it")
+                warnings.append(f"{given.where} is ignored: this command sets it itself or does not use it")
             elif given.value != SAID_ANYWHERE.get(name):
                 raise UsageError(f"{given.where}: {moved[name]}")
         for warning in warnings:

@@ -22,7 +22,7 @@ async def _serve(settings: RedisProcess) -> None:
         dies_with_us=True,
         users=settings.redis_users,
     ) as server:
-        typer.echo(f"until Ctrl-C all parties reach it with: export DILOCO_REDIS_URL={reached_at(settings)}")
+        typer.echo(f"until Ctrl-C, all parties reach it with: export DILOCO_REDIS_URL={reached_at(settings)}")
         while not stop.is_set():
             server.answers()
             with contextlib.suppress(TimeoutError):
@@ -33,8 +33,8 @@ async def _serve(settings: RedisProcess) -> None:
 def command(settings: RedisProcess) -> None:
     """Start a Redis for the parties of a run, here and on other machines: the same server that `diloco run` embeds.
 
-    It keeps nothing on disk. If it is started again, the syncers and learners that still run restore what it has lost;
-    a run that has lost these too continues from its checkpoint.
+    It keeps nothing on disk. After a restart, the syncers and learners that are still running restore what it has lost;
+    without them a run continues from its checkpoint.
 
     Examples: diloco redis --redis-bind 192.168.1.10; diloco redis --redis-bind 192.168.1.10 --redis-users users.acl
     """

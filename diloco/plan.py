@@ -30,18 +30,18 @@ class PlanSettings(Site):
 
     learners: int = Field(USUAL["learners"], ge=1, le=4096, description="Number of learners M")
     ranks: int = Field(
-        1, ge=1, le=4096, description="Ranks of each learner, which share its parameters, gradients and moments (FSDP2)"
+        1, ge=1, le=4096, description="Ranks per learner, which share its parameters, gradients and moments (FSDP2)"
     )
     precision: Precision = Field(
-        "fp32", description="Precision of training; bf16: a copy that computes, beside fp32 masters"
+        "fp32", description="Precision of training; bf16: compute in a bf16 copy and keep fp32 master weights"
     )
     overlap_steps: int = Field(
-        USUAL["overlap_steps"], ge=0, le=MAX_STEPS, description="Inner steps tau that a sync may hide behind"
+        USUAL["overlap_steps"], ge=0, le=MAX_STEPS, description="Inner steps tau that may hide a sync"
     )
     codec: Literal["auto", Codec] = Field("auto", description="Codec of deltas; auto: bf16 unless the link needs less")
     global_codec: GlobalCodec = Field(USUAL["global_codec"], description="Codec of the globals that learners pull")
     outer: OuterName = Field(
-        USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"
+        USUAL["outer"], description="Outer optimizer; all except nesterov multiply matrices on the syncers"
     )
 
 
@@ -59,7 +59,7 @@ def choices(needs: Needs, title: str) -> Table:
 def in_own_loop(needs: Needs) -> str:
     """Return the settings that differ from their defaults as a call of `Learner`, which reads no settings file."""
     unusual = [f"{name}={value!r}" for name, value in needs.settings.items() if value != USUAL[name]]
-    return f"Learner(..., sync=SyncSettings({', '.join(unusual)}))" if unusual else "none, since they are the defaults"
+    return f"Learner(..., sync=SyncSettings({', '.join(unusual)}))" if unusual else "none, since these are the defaults"
 
 
 def show(console: Console, needs: Needs) -> None:
@@ -79,24 +79,24 @@ def show(console: Console, needs: Needs) -> None:
         soft_wrap=True,
     )
     console.print(
-        "a syncer: cores at the busiest moment; memory when all windows are open and another syncer has died",
+        "a syncer: cores at peak; memory when all windows are open and another syncer has died",
         soft_wrap=True,
     )
     console.print(
-        "a Redis node: memory is maxmemory, and its machine needs twice as much; traffic is that with learners and "
-        "syncers, and halves if a syncer is on the same machine\n",
+        "a Redis node: memory is maxmemory, and its machine needs twice as much; traffic is to and from learners and "
+        "syncers, and half as much if a syncer is on the same machine\n",
         soft_wrap=True,
     )
     console.print("settings for all parties, in a file for --config:")
     for name, value in needs.settings.items():
         console.print(f"  {name} = {dumps(value)}", highlight=False)
     console.print(
-        f"in your own loop, whose first learner sets them for all: {in_own_loop(needs)}",
+        f"in your own loop, where the first learner sets them for all: {in_own_loop(needs)}",
         highlight=False,
         soft_wrap=True,
     )
     if needs.threads > 1:
-        console.print(f"and each syncer with OPENBLAS_NUM_THREADS={needs.threads}", highlight=False)
+        console.print(f"and start each syncer with OPENBLAS_NUM_THREADS={needs.threads}", highlight=False)
     for warning in needs.warnings:
         console.print(f"warning: {warning}")
 
@@ -108,9 +108,9 @@ def command(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the plan to this file as JSON")
     ] = None,
 ) -> None:
-    """Choose settings (H, P, codec, syncers, Redis nodes) for a number of learners, and say what they need.
+    """Choose settings (H, P, codec, syncers, Redis nodes) for a number of learners, and show what they need.
 
-    To choose the number of learners for a number of chips use `diloco simulate plan`, which simulates their failures.
+    To choose the number of learners for a number of chips, use `diloco simulate plan`, which simulates their failures.
 
     Example: diloco plan --learners 4 --params 70B --step-time 3s --link 5Gbps --outer nesterov
     """
@@ -121,13 +121,15 @@ def command(
         pace = pace_of(settings, learners, overlap_steps, settings.codec, settings.global_codec, outer)
         needs = needs_of(settings, pace, learners, overlap_steps, outer, settings.ranks, settings.precision)
     except OverflowError:
-        raise UsageError("no plan has numbers of this size: look at --params, --link and --merge-rate") from None
+        raise UsageError(
+            "these numbers are too large or too small for a plan: check --params, --link and --merge-rate"
+        ) from None
     console = Console()
     console.print(choices(needs, f"{counted(needs.learners, 'learner')}, {written(settings.params)} parameters"))
     console.print(needs.lines())
     console.print(
-        "all of it is computed from what you gave and from constants, and nothing was measured here: `diloco doctor` "
-        "does that, and compares a run that is under way\n",
+        "everything is computed from your options and constants, and nothing was measured: use `diloco doctor` to "
+        "measure, and to compare with a run in progress\n",
         soft_wrap=True,
     )
     show(console, needs)

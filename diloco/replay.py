@@ -40,7 +40,7 @@ def check(settings: BusSettings, recording: Path, folder: Path | None, as_json: 
         task = bar.add_task("", total=sum(bool(commit.contributions) for commit in commits))
         outcome = replay(recording, commits, lambda merges: bar.advance(task, merges), saved, before)
     if outcome.merges == 0:
-        raise UsageError("the tape has no merge: there is nothing to replay")
+        raise UsageError("the tape has no merges, so there is nothing to replay")
     typer.echo(_as_json(outcome) if as_json else _as_text(outcome))
     return 1 if outcome.differences else 0
 
@@ -65,7 +65,7 @@ def _saved(*folders: Path | None) -> list[tuple[int, int, bytes]]:
 
 def _as_text(outcome: Replayed) -> str:
     lines = [f"differs: {difference}" for difference in outcome.differences]
-    made = f"{outcome.repeated} of {outcome.merges} merges of {outcome.fragments} fragments made again"
+    made = f"{outcome.repeated} of {outcome.merges} merges of {outcome.fragments} fragments recomputed"
     read = f"from {as_bytes(outcome.read_bytes)}"
     reductions = f"the largest relative difference of a reduction is {outcome.largest:.2g}"
     unused = f"; {outcome.unused} recorded merges are not on the tape" if outcome.unused else ""

@@ -40,14 +40,14 @@ def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
         BusError: the run's Redis cannot be read.
     """
     if folder is not None and not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}")
+        raise UsageError(f"the folder {folder} does not exist")
     if html is not None and (its := folder_of_page(html)) is not None:
         if folder is None and settings.bus_url() is None and "run" not in settings.model_fields_set:
             folder = its
         elif folder is None or folder.resolve() != its.resolve():
             raise UsageError(
-                f"{its} is an output folder, and the page there is of its own run: diloco report {its} --html {its}; "
-                "for this run's page name another file or folder"
+                f"{its} is an output folder, which holds the page of its own run (diloco report {its} --html {its}): "
+                "choose a different file or folder for this run's page"
             )
     if folder is None or is_live(folder):
         place = locate(settings, folder)
@@ -57,16 +57,16 @@ def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
         folder = place.folder
         assert folder is not None  # noqa: S101  # a place without a Redis URL has a folder
         if place.closing:
-            raise DilocoError(f"the run in {folder} has ended: {folder / REPORT_FILE} is being written, ask again soon")
+            raise DilocoError(f"the run in {folder} has ended: {folder / REPORT_FILE} is being written; try again soon")
         if is_live(folder):
-            raise UsageError(f"the run in {folder} goes on without a Redis: diloco status {folder}")
+            raise UsageError(f"the run in {folder} runs without a Redis: use diloco status {folder}")
     if html is not None:
         typer.echo(write_page(model_of(folder), html))
     elif (folder / REPORT_FILE).is_file():
         typer.echo(summary(read_report(folder / REPORT_FILE)))
     else:
         why = ended_without_report(folder) if (folder / RUN_FILE).is_file() else f"{folder} has no {REPORT_FILE}"
-        raise UsageError(why, "a page can be made of its tape: --html FILE")
+        raise UsageError(why, "to create a page from its tape, pass --html FILE")
 
 
 async def _poll(url: str, run: str, known: bool) -> tuple[Model, Status]:
@@ -98,7 +98,7 @@ def _tell(model: Model, status: Status, place: Place, html: Path | None) -> None
         return
     if status["phase"] != Phase.FINISHED:
         now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-        model |= {"notes": [f"This page stands still: it shows the run as it was at {now}.", *model["notes"]]}
+        model |= {"notes": [f"This page is a snapshot: it shows the run as of {now}.", *model["notes"]]}
     typer.echo(write_page(model, html))
 
 
@@ -114,7 +114,7 @@ def model_of(folder: Path) -> Model:
             return model
     archive = archive_of(folder)
     if archive is None:
-        raise UsageError(f"{folder} holds neither {MODEL_FILE} nor a tape (*.msgpack): there is nothing to show")
+        raise UsageError(f"{folder} has neither {MODEL_FILE} nor a tape (*.msgpack), so there is nothing to show")
     layout, events, evaluations = None, list[Event](), list[Evaluation]()
     try:
         checkpoint = load_checkpoint(str(folder))
@@ -133,7 +133,7 @@ def model_of(folder: Path) -> Model:
                 raise UsageError(f"{folder / REPORT_FILE} is damaged: {type(error).__name__}: {error}") from error
     found = model_of_tape(folder.resolve().name, read_archive(archive), layout, events, evaluations)
     if found is None:
-        raise UsageError(f"the tape in {archive} has no merge: there is nothing to show")
+        raise UsageError(f"the tape in {archive} has no merges, so there is nothing to show")
     return found
 
 

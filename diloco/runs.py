@@ -75,7 +75,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="List the runs of a Redis (what `diloco runs` alone does), extend a finished one, delete a dead one.",
+    help="List the runs of a Redis (the default), extend a finished one, or delete a dead one.",
 )
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the run", show_default=False)]
 
@@ -164,7 +164,7 @@ def _table(rows: list[RunRow]) -> Fitting:
         "learners": [str(row["learners"]) for row in rows],
         "syncers": [str(row["syncers"]) for row in rows],
         "age": [duration(row["age_s"]) for row in rows],
-        "last word": [duration(row["quiet_s"]) for row in rows],
+        "last report": [duration(row["quiet_s"]) for row in rows],
         "memory": [as_bytes(row["bytes"]) for row in rows],
     }
     return Fitting(columns, left=("run", "state"), spare=("syncers", "age", "tokens"))
@@ -176,11 +176,13 @@ def _table(rows: list[RunRow]) -> Fitting:
 @app.command()
 @takes(ServerSettings)
 def delete(
-    settings: ServerSettings, name: Name, yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False
+    settings: ServerSettings,
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation")] = False,
 ) -> None:
     """Free the memory that a dead or finished run takes in Redis. Its checkpoints and folders stay.
 
-    This is refused while any party works on the run. Only a checkpoint can bring back what is deleted.
+    This is refused while any party works on the run. Only a checkpoint can restore what is deleted.
     """
     logs.configure(settings.log_level)
     asyncio.run(_delete(server_url(settings), name, yes))
@@ -192,16 +194,18 @@ async def _delete(url: str, name: str, yes: bool) -> None:
         if taken is None:
             raise DilocoError(_no_run(name))
         row = await _idle(url, name, taken)
-        unseen = " (by this build: whether learners are there is not known)" if row["phase"] == UNREADABLE else ""
+        unseen = " (by this build, so it is not known whether it has learners)" if row["phase"] == UNREADABLE else ""
         what = f"run {name!r}, {row['phase']}{unseen}: {count(row['tokens'])} tokens, {as_bytes(taken.bytes)} in Redis"
         if not yes:
             if not sys.stdin.isatty():
-                raise UsageError(f"{what}: there is no terminal to ask on, so give --yes to delete it")
+                raise UsageError(f"{what}: there is no terminal to ask for confirmation; pass --yes to delete it")
             if not typer.confirm(f"Delete {what}?"):
                 raise DilocoError("nothing was deleted")
             await _idle(url, name, taken)  # a party may have joined while the user was asked
         freed = await runs.free(name)
-    typer.echo(f"deleted {what}, {freed} keys. A party that was only paused, or cut off, would restore it: end it")
+    typer.echo(
+        f"deleted {what}, {freed} keys. A party that was only paused or cut off would restore it: stop such parties"
+    )
 
 
 async def _idle(url: str, name: str, taken: Taken) -> RunRow:
@@ -212,13 +216,13 @@ async def _idle(url: str, name: str, taken: Taken) -> RunRow:
     """
     row = await _row(url, name, taken)
     if row["phase"] == NOT_PERMITTED:
-        raise UsageError(f"run {name!r} has keys that this user may not look at: take the operator of that run")
+        raise UsageError(f"run {name!r} has keys that this user may not read: use the operator of that run")
     here = {"learner": row["learners"], "syncer": row["syncers"]}
     if at_work := [counted(number, kind) for kind, number in here.items() if number]:
-        by = f"`diloco finish --run {name}`{' of a build that reads it' if row['phase'] == UNREADABLE else ''}"
+        by = f"`diloco finish --run {name}`{' with a build that can read it' if row['phase'] == UNREADABLE else ''}"
         raise UsageError(
-            f"run {name!r} is {row['phase']}, {' and '.join(at_work)} at work on it: end it first, by {by}, or "
-            "stop its parties"
+            f"run {name!r} is {row['phase']}, {' and '.join(at_work)} working on it: end it first with {by}, or stop "
+            "its parties"
         )
     return row
 
@@ -231,9 +235,7 @@ async def _idle(url: str, name: str, taken: Taken) -> RunRow:
 def extend(
     settings: ServerSettings,
     name: Name,
-    tokens: Annotated[
-        str, typer.Option(help="Trained tokens after which the run ends, the earlier ones included", metavar="N")
-    ],
+    tokens: Annotated[str, typer.Option(help="New budget: trained tokens, including the earlier ones", metavar="N")],
 ) -> None:
     """Continue a finished run under its name to a larger budget, from its own globals and outer momentum.
 
@@ -249,7 +251,7 @@ def _count(tokens: str) -> int:
     try:
         return TypeAdapter(Annotated[int, Field(ge=1, le=MAX_TOKENS)]).validate_python(parse_count(tokens))
     except ValidationError:
-        raise UsageError(f"--tokens {tokens}: give a whole number below 2^62, such as 5000000 or 5M") from None
+        raise UsageError(f"--tokens {tokens}: use a whole number below 2^62, such as 5000000 or 5M") from None
 
 
 async def _extend(url: str, name: str, tokens: int) -> None:
@@ -263,22 +265,21 @@ async def _extend(url: str, name: str, tokens: int) -> None:
         if state.phase is not Phase.FINISHED:
             raise UsageError(f"run {name!r} is {state.phase.value}: only a finished run can be extended")
         if tokens <= (trained := state.counted_tokens):
-            raise UsageError(f"--tokens {tokens}: run {name!r} has trained {trained} already; give more")
+            raise UsageError(f"--tokens {tokens}: run {name!r} has already trained {trained}; give more")
         if await bus.read_syncers() or any(await bus.read_leases(range(spec.sync.fragments))):
-            raise UsageError(f"syncers of run {name!r} are still ending: try again once they are gone")
+            raise UsageError(f"syncers of run {name!r} are still shutting down; try again once they have exited")
         longer = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": tokens})})
         # The spec is written first: if this process dies between the two writes, the run is still finished, only with a
         # larger budget, and the same command can be given again.
         if not await bus.replace_spec(encode(longer), encoded):
-            raise DilocoError(f"run {name!r} was extended, or deleted, by somebody else just now")
+            raise DilocoError(f"run {name!r} was just extended or deleted by someone else")
         update = {"phase": Phase.RUNNING, "budget_tokens": tokens, "manifest": (), "problem": ""}
         update["reason"] = f"extended from {state.tokens} tokens"
         if not await bus.begin_again(state.model_copy(update=update)):
-            raise DilocoError(f"run {name!r} was extended, or deleted, by somebody else just now")
+            raise DilocoError(f"run {name!r} was just extended or deleted by someone else")
     typer.echo(
-        f"run {name!r} goes on from {count(state.tokens)} to {count(tokens)} tokens, "
-        "as soon as a syncer and learners are started. If one of them gets --tokens or DILOCO_TOKENS, "
-        f"it must be {tokens} now"
+        f"run {name!r} continues from {count(state.tokens)} to {count(tokens)} tokens as soon as a syncer and "
+        f"learners are started. If you set --tokens or DILOCO_TOKENS for any of them, it must now be {tokens}"
     )
 
 
@@ -289,13 +290,13 @@ async def _extend(url: str, name: str, tokens: int) -> None:
 def finish(
     settings: BusSettings,
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Output folder of a `diloco run` that is under way")
+        Path | None, typer.Argument(metavar="[DIR]", help="Output folder of a `diloco run` in progress")
     ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until the run is finished")] = True,
 ) -> None:
     """End a run in order, from anywhere: learners publish once more, all is merged, and a last checkpoint is saved.
 
-    Ctrl-C on `diloco run` does the same. Ctrl-C on this command ends only the waiting.
+    Ctrl-C on `diloco run` does the same. Ctrl-C on this command only stops waiting.
     """
     logs.configure(settings.log_level)
     place = locate(settings, folder)
@@ -310,11 +311,9 @@ async def _finish(url: str, run: str, wait: bool) -> None:
         await read_run(bus)
         state = await bus.read_state()
         if state is None:
-            raise DilocoError(
-                f"run {run!r} has not begun, or is not on this Redis (`diloco runs` lists those that are)"
-            )
+            raise DilocoError(f"run {run!r} has not started, or is not on this Redis (`diloco runs` lists its runs)")
         if state.phase is Phase.FINISHED:
-            typer.echo(f"run {run!r} is finished already, with {count(state.tokens)} tokens")
+            typer.echo(f"run {run!r} is already finished, with {count(state.tokens)} tokens")
             return
         await _finished(bus, run, stop, typer.echo, wait)
 
@@ -327,18 +326,18 @@ async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str
     wait: if False, return as soon as the run was asked.
     """
     told, first = "", None
-    later = "it finishes by itself; `diloco status` shows how far it is"
+    later = "it finishes on its own; `diloco status` shows its progress"
     while not stop.is_set():
         try:
             state = await bus.read_state()
             if state is None:
-                raise DilocoError("the run is not on this Redis any more: it was deleted, or Redis has lost it")
+                raise DilocoError("the run is no longer on this Redis: it was deleted, or Redis has lost it")
             if first is not None and not first.same_part(state):
-                raise DilocoError(f"run {run!r} was finished, and has been extended or begun anew since")
+                raise DilocoError(f"run {run!r} was finished, and has since been extended or restarted")
             if state.phase is Phase.RUNNING:
-                wish = {"phase": Phase.DRAINING, "reason": "asked by `diloco finish`"}
+                wish = {"phase": Phase.DRAINING, "reason": "requested by `diloco finish`"}
                 await bus.write_state(state.model_copy(update=wish))
-                what = "was asked again to finish, since Redis had lost it" if first else "was asked to finish"
+                what = "was asked to finish again, since Redis had lost the request" if first else "was asked to finish"
                 tell(f"run {run!r} {what}, at {count(state.tokens)} of {count(state.budget_tokens)} tokens")
             first = state
             if not wait:
@@ -346,7 +345,7 @@ async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str
                 return
             status = await read_status(bus, bus.clock)
         except (BusUnavailable, BusFull) as error:
-            line = f"{error}; asking again every {LOOK_S:g} s"
+            line = f"{error}; retrying every {LOOK_S:g} s"
         else:
             if state.phase is Phase.FINISHED:
                 merged = count(status["merged_tokens"])
@@ -367,7 +366,7 @@ async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str
 def _awaited(status: Status) -> str:
     """Return what a run that is ending waits for."""
     if not status["syncers"]:
-        return "waiting for a syncer: none is here, and only a syncer can end the run"
+        return "waiting for a syncer: the run has none, and only a syncer can end it"
     live = [one["id"] for one in present(status["learners"]) if one["live"]]
     return f"waiting for the last deltas of {', '.join(live)}" if live else "waiting for the last merges"
 
@@ -385,4 +384,4 @@ async def _all_runs(url: str) -> AsyncIterator[RedisRuns]:
 
 
 def _no_run(name: str) -> str:
-    return f"no run {name!r} on this Redis: `diloco runs` lists those that are"
+    return f"no run {name!r} on this Redis: `diloco runs` lists its runs"

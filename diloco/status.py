@@ -113,13 +113,13 @@ def check_there(status: Status, agreed: bool) -> None:
         DilocoError: this Redis has nothing of that run.
     """
     if not (agreed or status["syncers"] or status["learners"] or status["phase"] != "waiting"):
-        raise DilocoError(f"no run {status['run']!r} on this Redis: is --run right?")
+        raise DilocoError(f"this Redis has no run {status['run']!r}: check --run")
 
 
 @contextmanager
 def _patience() -> Iterator[None]:
     """Say that Redis is being waited for if the block takes longer than `SOON_S`."""
-    said = "Redis has not answered yet (as in a failover); waiting for it"
+    said = "waiting for Redis, which has not answered yet (this happens during a failover)"
     timer = threading.Timer(SOON_S, typer.echo, (said,), {"err": True})
     timer.start()
     try:
@@ -199,7 +199,7 @@ def _again(settings: BusSettings, folder: Path | None, every_s: float) -> _RunIn
         try:
             return _find(settings, folder)
         except BusError as error:
-            typer.echo(f"Redis does not answer ({error}); asking again every {every_s:g} s", err=True)
+            typer.echo(f"Redis is not answering ({error}); retrying every {every_s:g} s", err=True)
         time.sleep(every_s)
 
 

@@ -23,7 +23,7 @@ from diloco.pipeline.settings import BusSettings
 
 # Name of a field that each record has once, so that its count in the rest of a file is the number of records there.
 _KIND: bytes = msgpack.packb("kind")
-_OTHERS = "; moved away, the others are read: another syncer's file may hold the same records"
+_OTHERS = "; move it away to read the other files: another syncer's file may hold the same records"
 
 
 def read_archive(folder: Path) -> list[TapeRecord]:
@@ -42,7 +42,9 @@ def read_archive(folder: Path) -> list[TapeRecord]:
     found = _in_order(sorted(filter(None, tapes), key=lambda tape: tape[0].unix_s))
     began = {record.began_unix_s for record in found if isinstance(record, Committed) and record.began_unix_s}
     if len(began) > 1:
-        detail = "runs of one name, one after another: give each a --tape-dir of its own to tell their records apart"
+        detail = (
+            "several runs of the same name used this folder: give each its own --tape-dir to keep their records apart"
+        )
         structlog.get_logger().warning("tape_of_several_runs", began=list(map(moment, sorted(began))), detail=detail)
     return found
 
@@ -72,7 +74,7 @@ def _records(file: Path) -> Iterator[TapeRecord]:
                 raise BadMessage(f"{file}: the record at byte {start} is damaged{_OTHERS}") from None
             return
         except (ValueError, msgpack.UnpackException) as error:
-            raise BadMessage(f"{file}: no msgpack at byte {start}: {error}{_OTHERS}") from error
+            raise BadMessage(f"{file}: not msgpack at byte {start}: {error}{_OTHERS}") from error
         try:
             yield decode_tape(data[start : unpacker.tell()])
         except BadMessage as error:
@@ -145,7 +147,8 @@ def records_of(settings: BusSettings, folder: Path | None) -> list[TapeRecord]:
         archive = archive_of(folder)
         if archive is None:
             raise UsageError(
-                f"{folder} holds no tape (*.msgpack): name an output folder of `diloco run`, or a syncer's --tape-dir"
+                f"{folder} does not hold a tape (*.msgpack): give an output folder of `diloco run`, or a syncer's "
+                "--tape-dir"
             )
         return read_archive(archive)
     place = locate(settings, folder)

@@ -41,15 +41,17 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
             bus
         )  # fails here, with a message, if this user or build cannot read the run: the page would only stay empty
         collector, _ = await stack.enter_async_context(served(bus, settings, typer.echo, redis_route(url)))
-        typer.echo(f"watching run {place.run!r} until Ctrl-C; the run does not notice")
+        typer.echo(f"watching run {place.run!r} until Ctrl-C; this does not affect the run")
         while not stop.is_set():
             over = collector.model.over
             if over and not said:
                 report = f"; its report: diloco report {place.folder}" if place.folder is not None and not lost else ""
-                typer.echo(f"run {place.run!r} is finished: its page stays here until Ctrl-C{report}")
+                typer.echo(f"run {place.run!r} is finished; its page stays up until Ctrl-C{report}")
             elif not over and place.folder is not None and not is_output(place.folder):
                 if not lost:
-                    typer.echo(f"{place.folder} was moved or deleted: watching its run while its Redis answers")
+                    typer.echo(
+                        f"{place.folder} was moved or deleted: watching its run for as long as its Redis answers"
+                    )
                 lost = True
                 try:
                     await bus.read_state()
@@ -59,9 +61,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
                         raise _gone(place, error) from error
             elif not over and place.folder is not None and not is_live(place.folder):
                 locate(settings, place.folder)
-                typer.echo(
-                    f"run {place.run!r} is over, but its last moments were not seen: diloco report {place.folder}"
-                )
+                typer.echo(f"run {place.run!r} is over, but its end was not seen; use diloco report {place.folder}")
                 return
             said = over  # a run may be extended, and end a second time
             with suppress(TimeoutError):
@@ -70,8 +70,8 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
 
 
 def _gone(place: Place, error: BusError) -> DilocoError:
-    gone = f"{place.folder} was moved or deleted, and the Redis of its run {place.run!r} does not answer any more"
-    return DilocoError(gone, "the run has ended, as far as can be seen from here", str(error))
+    gone = f"{place.folder} was moved or deleted, and the Redis of its run {place.run!r} no longer answers"
+    return DilocoError(gone, "as far as can be seen from here, the run has ended", str(error))
 
 
 def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None, into: Path | None) -> None:
@@ -82,15 +82,16 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
     """
     if web == (to is not None):
         raise UsageError(
-            "give --web or --to: `diloco watch --web` serves a page, `--to tensorboard` or `--to wandb` writes curves; "
-            "in a terminal: diloco status --watch"
+            "pass --web or --to: `diloco watch --web` serves a page, `--to tensorboard` or `--to wandb` writes curves; "
+            "to watch in the terminal, use `diloco status --watch`"
         )
     if into is not None and to is None:
-        raise UsageError("--into is the folder of --to: leave it out, or give --to")
+        raise UsageError("--into is the folder for --to: leave it out, or pass --to")
     place = locate(settings, folder)
     if place.redis_url is None:
         raise UsageError(
-            f"no Redis to watch: {no_redis(place)}. The page of one that is over: diloco report {place} --html FILE"
+            f"no Redis to watch: {no_redis(place)}. For the page of a run that is over, use diloco report {place} "
+            "--html FILE"
         )
     if to is not None:
         follow(place.redis_url, place.run, to, into)

@@ -85,7 +85,7 @@ DUPLICATE = Refused(RefusalReason.DUPLICATE, "the same delta is already here", 0
 def superseded(header: DeltaHeader, before: DeltaHeader) -> Refused:
     """Return the refusal of a delta because another attempt at its training counts; its additional tokens are lost."""
     lost = max(0, header.tokens - before.tokens)
-    return Refused(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
+    return Refused(RefusalReason.DUPLICATE, "a different delta on this base is already in the window", lost)
 
 
 class Admission:
@@ -149,7 +149,9 @@ class NextWindow:
                 self._offers[at] = offer
                 return Held(replaced=other)
         if len(theirs) >= HELD_A_LEARNER or len(self._offers) >= MAX_MEMBERS:
-            return Refused(RefusalReason.FLOOD, "too many deltas wait for the next window", max(0, header.tokens))
+            return Refused(
+                RefusalReason.FLOOD, "too many deltas are waiting for the next window", max(0, header.tokens)
+            )
         self._offers.append(offer)
         return Held()
 

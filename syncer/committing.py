@@ -189,7 +189,7 @@ class RunningSum:
             return begun
         if begun is not None and begun.entries:
             self._log.info("sum_begun_anew", summed=len(begun.entries))
-            self._metrics.sums_begun_anew.inc()
+            self._metrics.sums_restarted.inc()
         self._begun = begun = _Begun(Sum(self._fragment.layout))
         return begun
 

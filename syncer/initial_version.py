@@ -21,9 +21,9 @@ from diloco.syncer.merging.repair import adopted, say_rewound
 # because each of them is on the bus twice meanwhile.
 AT_ONCE, PART = 2, 32
 FRESH = (
-    "they are fresh, and the run has trained others, which Redis lacks: a learner that has them uploads them within a "
-    "minute, or start a syncer with the run's checkpoint, by the same command. If neither helps, end everybody, "
-    "`diloco runs delete` the run, and start all again"
+    "they are newly initialised, but the run has trained parameters that Redis lacks: wait up to a minute for a "
+    "learner that has them to upload them, or start a syncer with the run's checkpoint, with the same command. If "
+    "neither helps, stop all parties, delete the run with `diloco runs delete`, and start everything again"
 )
 
 
@@ -59,7 +59,7 @@ class InitialVersions:
             payload = await pull(self._bus, key, layout.elements, "fp32", self._sync.chunk_bytes)
             values = payload.array()
             if not await self._offload(all_finite, values):
-                raise BadPayload("the initial parameters have elements that are not finite")
+                raise BadPayload("the initial parameters have non-finite elements")
         except BadPayload as error:
             if upload.nonce not in self._unusable:
                 self._unusable.add(upload.nonce)

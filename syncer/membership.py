@@ -163,6 +163,6 @@ class RunWatch:
             if now < until:
                 again.append(until)
             else:
-                detail = f"its learner is {'gone' if gone else 'suspected'}, and the upload has stopped"
+                detail = f"its learner is {'gone' if gone else 'suspected'}, and its upload has stopped"
                 stopped.append((offer, Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)))
         return stopped, min(again, default=None)

@@ -45,53 +45,61 @@ class Metrics:
         self.merged_tokens = Counter(
             "diloco_merged_tokens", "Tokens of merged contributions", ["fragment"], registry=registry
         )
-        self.open_windows = Gauge("diloco_open_windows", "Windows that are not idle", registry=registry)
+        self.open_windows = Gauge("diloco_open_windows", "Windows in progress", registry=registry)
         self.suspected_learners = Gauge(
             "diloco_suspected_learners",
-            "Learners not waited for: last deltas refused, too slow or missing",
+            "Learners that merges do not wait for: their last deltas were refused, too slow or missing",
             registry=registry,
         )
         self.leads = Gauge(
             "diloco_leads",
-            "1 for the syncer that leads (it serves fragment 0), 0 for others, NaN for one that waits or ends",
+            "1 for the leading syncer (it serves fragment 0), 0 for others, NaN while it is waiting or shutting down",
             registry=registry,
         )
         self.leads.set(math.nan)
         self.served_fragments = Gauge("diloco_served_fragments", "Fragments that this syncer serves", registry=registry)
-        self.lease_losses = Counter("diloco_lease_losses", "Leases lost to expiry or another syncer", registry=registry)
-        self.sums_begun_anew = Counter(
-            "diloco_sums_begun_anew", "Running sums begun anew: a summed delta has left its window", registry=registry
+        self.lease_losses = Counter(
+            "diloco_lease_losses", "Leases lost, by expiry or to another syncer", registry=registry
+        )
+        self.sums_restarted = Counter(
+            "diloco_sums_restarted",
+            "Running sums restarted because a summed delta had left its window",
+            registry=registry,
         )
         self.rewinds = Counter(
             "diloco_rewinds",
-            "Times that a fragment's head was put back: the bus had lost what came after",
+            "Times that a fragment's head was restored because the bus had lost later commits",
             registry=registry,
         )
-        self.bus_errors = Counter("diloco_bus_errors", "Calls that the bus failed", registry=registry)
-        self.quorum_seconds = self._seconds("quorum", "From a window's opening to its quorum")
-        self.grace_seconds = self._seconds("grace", "From a quorum to the fixed set of contributions")
-        self.upload_seconds = self._seconds("upload", "From the fixed set to its last upload")
+        self.bus_errors = Counter("diloco_bus_errors", "Calls to the bus that failed", registry=registry)
+        self.quorum_seconds = self._seconds("quorum", "From a window's opening until its quorum")
+        self.grace_seconds = self._seconds("grace", "From quorum until the set of contributions is fixed")
+        self.upload_seconds = self._seconds("upload", "From then until the last upload of the set")
         self.merge_seconds = self._seconds("merge", "Merge, outer step and staging")
-        self.outer_seconds = self._seconds("outer_step", "Of these, sum and outer step alone, where it is no mean")
+        self.outer_seconds = self._seconds(
+            "outer_step",
+            "Part of merge_seconds: summing and the outer step, for fragments whose outer step is not a plain mean",
+        )
         self.outer_room = Gauge(
-            "diloco_outer_step_room_seconds",
-            "How long an outer step may take, so that no more than a quarter of what is trained is overwritten",
+            "diloco_outer_step_budget_seconds",
+            "How long an outer step may take before more than a quarter of the training is overwritten",
             registry=registry,
         )
         self.outer_share = Gauge(
             "diloco_outer_step_share",
-            "The longest outer step of a fragment over that: above 1 it does not fit",
+            "The longest outer step of a fragment relative to this budget: above 1 it exceeds the budget",
             registry=registry,
         )
         self.interval = Gauge(
             "diloco_interval_steps",
-            "Inner steps of a round: asked for, and the longest in force of the fragments that this syncer serves",
+            "Inner steps of a round: the requested number, and the longest in force among the fragments that this "
+            "syncer serves",
             ["which"],
             registry=registry,
         )
         self.merge_share = Gauge(
             "diloco_merge_share",
-            "The longest merge of a fragment over the time that its round has room for: above 1 learners lose more",
+            "The longest merge of a fragment relative to the time that its round allows: above 1 learners lose more",
             registry=registry,
         )
         for one in (self.outer_room, self.outer_share, self.merge_share):

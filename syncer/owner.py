@@ -199,7 +199,7 @@ class FragmentOwner:
         """
         context, sync = self._context, self._layout.sync(self._context.sync)
         if told := await context.agreed.another():
-            raise BadPayload(f"the head may be another run's, whose spec the bus has:\n{told}")
+            raise BadPayload(f"the head may belong to another run, whose spec is on the bus:\n{told}")
         state = await pull_state(self._bus, head, self._layout.elements, sync, context.offload)
         if not await context.offload(finite, *state):
             raise BadPayload(f"version {head.version} on the bus is not finite: resume from an earlier checkpoint")

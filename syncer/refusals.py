@@ -61,7 +61,7 @@ class Refusals:
         Raises:
             BusError: see `Bus.refuse`.
         """
-        detail = f"more than {MAX_HEADERS} headers waited: all but the last of them are refused unread"
+        detail = f"more than {MAX_HEADERS} headers were waiting: all but the newest are refused unread"
         refused = Refused(RefusalReason.FLOOD, detail, 0)
         told = self._record_refusal(at, learner, None, refused, tell=True)
         records = tuple(one.model_copy(update={"last_told": True}) for one in told)

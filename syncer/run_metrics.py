@@ -123,40 +123,44 @@ def _loss_tokens(poll: Poll) -> float | None:
 
 LEARNER, FRAGMENT = ("learner",), ("fragment",)
 FIGURES = (
-    Figure("diloco_run_phase", "1 for the phase that the run is in", _phase, ("phase",)),
-    Figure("diloco_run_trained_tokens", "Tokens trained, earlier parts included", _one(lambda at: at.status["tokens"])),
-    Figure("diloco_run_budget_tokens", "Tokens that the run is to train", _one(lambda at: at.status["budget_tokens"])),
+    Figure("diloco_run_phase", "1 for the run's current phase", _phase, ("phase",)),
+    Figure(
+        "diloco_run_trained_tokens",
+        "Tokens trained, including earlier parts of the run",
+        _one(lambda at: at.status["tokens"]),
+    ),
+    Figure("diloco_run_budget_tokens", "The run's token budget", _one(lambda at: at.status["budget_tokens"])),
     Figure(
         "diloco_run_tokens",
-        "The trained tokens by fate: merged, overwritten, rejected, died, pending (the ledger)",
+        "Trained tokens by fate: merged, overwritten, rejected, died, pending (the ledger)",
         _fates,
         ("fate",),
     ),
     Figure(
         "diloco_run_merged_share",
-        "Merged over trained tokens",
+        "Merged share of the trained tokens",
         _one(lambda at: at.status["merged_share"]["since_start"]),
     ),
     Figure(
         "diloco_run_merged_share_recent",
-        "The same of the last five minutes",
+        "Merged share of the tokens trained in the last five minutes",
         _one(lambda at: at.status["merged_share"]["recent"]),
     ),
     Figure("diloco_run_outer_steps", "Outer steps of all fragments", _one(lambda at: at.status["outer_steps"])),
     Figure(
         "diloco_run_rewound_seconds",
-        "Since Redis was last found without merges that it had had, by the tape; +Inf if it has no such entry",
+        "Since Redis was last found to have lost merges, according to the tape; +Inf if the tape has no such entry",
         _rewound_s,
     ),
     Figure(
         "diloco_run_loss",
-        "Held-out loss of the global parameters, nats a token, as the evaluator said last",
+        "The evaluator's last held-out loss of the global parameters, in nats per token",
         _one(_loss),
     ),
-    Figure("diloco_run_loss_tokens", "Tokens trained when it read these parameters", _one(_loss_tokens)),
+    Figure("diloco_run_loss_tokens", "Tokens trained when the evaluator read these parameters", _one(_loss_tokens)),
     Figure("diloco_run_learners", "Learners: live, silent, left", _states, ("state",)),
-    Figure("diloco_run_quorum", "Learners that a merge needs; only while the run trains", _one(_quorum)),
-    Figure("diloco_run_syncers", "Syncers that are here", _one(lambda at: len(at.status["syncers"]))),
+    Figure("diloco_run_quorum", "Learners that a merge needs; only while the run is training", _one(_quorum)),
+    Figure("diloco_run_syncers", "Syncers of the run", _one(lambda at: len(at.status["syncers"]))),
     Figure(
         "diloco_learner_steps",
         "Inner steps; the rate is the learner's step rate",
@@ -166,63 +170,68 @@ FIGURES = (
     ),
     Figure(
         "diloco_learner_tokens",
-        "Tokens that the learner has trained in this life",
+        "Tokens that the learner has trained since its process started",
         _of_learners(lambda _, one: one["tokens"]),
         LEARNER,
         counter=True,
     ),
     Figure(
-        "diloco_learner_step_seconds", "Its inner step, smoothed", _of_learners(lambda _, one: one["step_s"]), LEARNER
+        "diloco_learner_step_seconds",
+        "Time of its inner step, smoothed",
+        _of_learners(lambda _, one: one["step_s"]),
+        LEARNER,
     ),
-    Figure("diloco_learner_loss", "Its training loss, nats a token", _of_learners(lambda _, one: one["loss"]), LEARNER),
+    Figure(
+        "diloco_learner_loss", "Its training loss in nats per token", _of_learners(lambda _, one: one["loss"]), LEARNER
+    ),
     Figure(
         "diloco_learner_cosine",
-        "Of its last merged delta with the other deltas of its window (sampled): below 0 it pulls against them",
+        "Cosine of its last merged delta with the others in its window (sampled): below 0 it opposes them",
         _of_learners(lambda reading, one: reading.cosines.get(one["id"])),
         LEARNER,
     ),
     Figure(
         "diloco_learner_stale_versions",
-        "Versions from its base to the head, of the fragment where they are most",
+        "Versions between its base and the head, for the fragment that is furthest behind",
         _of_learners(Reading.behind),
         LEARNER,
     ),
-    Figure("diloco_learner_silent_seconds", "Since it was last heard from", _silent_s, LEARNER),
+    Figure("diloco_learner_silent_seconds", "Time since its last report", _silent_s, LEARNER),
     Figure(
         "diloco_fragment_version", "Outer steps of the fragment", _of_fragments(lambda one: one["version"]), FRAGMENT
     ),
     Figure(
         "diloco_fragment_unmerged_seconds",
-        "Since its last merge, as far as this syncer saw; 0 while the run does not train",
+        "Time since its last merge that this syncer saw; 0 while the run is not training",
         _unmerged_s,
         FRAGMENT,
     ),
     Figure(
         "diloco_fragment_round_seconds",
-        "Its sync interval in force times the usual learner's step time",
+        "Its sync interval in force times a typical learner's step time",
         _rounds_s,
         FRAGMENT,
     ),
     Figure("diloco_redis_used_bytes", "Memory that Redis uses", _of_server(lambda info: info.used_bytes)),
     Figure(
         "diloco_redis_max_bytes",
-        "Memory that it may use; not there without a limit",
+        "Memory that Redis may use; absent if there is no limit",
         _of_server(lambda info: info.maxmemory_bytes or None),
     ),
     Figure(
         "diloco_redis_nearly_full",
-        "1 where less is free than a round of the run uploads, a tenth of its memory at least, a quarter at most",
+        "1 if less memory is free than a round of the run uploads (at least a tenth of its memory, at most a quarter)",
         _one(lambda at: at.nearly_full),
     ),
     Figure(
         "diloco_redis_received_bytes",
-        "In, from all its clients since it was started",
+        "Bytes received from all clients since Redis started",
         _of_server(lambda info: info.received_bytes),
         counter=True,
     ),
     Figure(
         "diloco_redis_sent_bytes",
-        "Out, to all its clients since it was started",
+        "Bytes sent to all clients since Redis started",
         _of_server(lambda info: info.sent_bytes),
         counter=True,
     ),

@@ -144,7 +144,7 @@ class Session:
     async def _offered(self, entry: Offered) -> None:
         """Offer an arrived header to the window: its payload is downloaded, or it is held for the next, or refused."""
         if entry.header is None or entry.header.fragment != self._p:
-            problem = entry.problem or "the header names another fragment"
+            problem = entry.problem or "the header names a different fragment"
             bad = Refused(RefusalReason.BAD_MESSAGE, problem, 0)
             await self._state.refusals.refuse(self._loaded.at, entry.entry_id, None, bad)
             return
@@ -292,7 +292,7 @@ class Session:
         same = replaced.header.base_version == offer.header.base_version
         reason = RefusalReason.DUPLICATE if same else RefusalReason.TOO_STALE
         lost = 0 if same else replaced.header.tokens
-        refused = Refused(reason, "a newer delta of the same learner took its place", lost)
+        refused = Refused(reason, "a newer delta of the same learner replaced it", lost)
         await self._refuse(replaced, refused, tell=not same)
 
     async def _refuse_overdue(self, decision: Merge | Reopened, detail: str) -> None:
@@ -308,7 +308,7 @@ class Session:
     async def _merge(self, merge: Merge) -> None:
         """Commit a merge and begin the next version's window; or keep this window, if the outcome is not finite."""
         state, began = self._state, self._clock.now()
-        await self._refuse_overdue(merge, "the upload did not end in time")
+        await self._refuse_overdue(merge, "the upload did not finish in time")
         deltas = await self._downloads.as_merged(merge.contributions)
         record = await self._committing.commit(self._loaded, merge, deltas, began, self._next_interval())
         if record is None:
@@ -342,7 +342,7 @@ class Session:
         """Keep the version and refuse the merged deltas, so that learners send others; back off if it happens again."""
         window, state, gone = self.window, self._state, merge.contributions
         window.not_merged(merge)
-        detail = f"merged with it, fragment {self._p} would not be finite: version {window.version} is kept"
+        detail = f"merging it would make fragment {self._p} non-finite: version {window.version} is kept"
         pause_s = min(2.0 ** min(state.not_finite_times, 5), TIMES.not_finite_pause_s)
         state.not_finite_times += 1
         self._log.error("merge_not_finite", learners=[o.header.learner for o in gone], detail=detail, pause_s=pause_s)

@@ -307,7 +307,7 @@ class Window:
         if fixed:
             return self.held.hold(offer)
         if len(self._members) >= MAX_MEMBERS:
-            return Refused(RefusalReason.FLOOD, f"{MAX_MEMBERS} learners are in the window", max(0, header.tokens))
+            return Refused(RefusalReason.FLOOD, f"the window already has {MAX_MEMBERS} learners", max(0, header.tokens))
         return self._accept(offer, now, None)
 
     def _offer_again(self, member: _Member, offer: Offer, now: float, fixed: bool) -> Accepted | Held | Refused:
@@ -432,7 +432,9 @@ class Window:
             reason = f"{len(done)} of quorum {given.quorum} uploaded in time"
             return Reopened(overdue, reason, phase.opened_at, in_vain)
         absent = sorted({*missing, *waiting})
-        reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
+        reason = (
+            f"{len(done)} in, without {', '.join(absent)}" if absent else (f"all {len(done)} expected learners are in")
+        )
         times = phase.opened_at, phase.quorum_at, phase.fixed_at
         return Merging(Merge(done, overdue, reason, *times, in_vain, phase.silent))
 

@@ -87,7 +87,7 @@ def asking_loss(loss: Any) -> Callable[[], Loss | None]:
     if loss is None:
         return lambda: None
     if not callable(loss):
-        raise UsageError("attach(loss=...): pass a function that returns the loss of each step, as `lambda: loss`")
+        raise UsageError("attach(loss=...): pass a function that returns each step's loss, such as `lambda: loss`")
     return lambda: one_loss(loss())
 
 
@@ -100,7 +100,9 @@ def unwrapped(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
     inner = [check_optimizer(model, one) for one in (given if isinstance(given, list | tuple) else [given])]
     hooked = [one for one in inner if one is not None]
     if not hooked or len(hooked) < len(inner) or len(set(map(id, hooked))) < len(hooked):
-        raise UsageError("name each optimizer once (optimizers=...), or make the Learner with one, or a list of them")
+        raise UsageError(
+            "pass each optimizer once (optimizers=...), or create the Learner with one optimizer or a list of them"
+        )
     return hooked
 
 
@@ -112,7 +114,7 @@ def alone(model: nn.Module, given: Any) -> torch.optim.Optimizer:
     """
     hooked = unwrapped(model, given)
     if len(hooked) > 1:
-        raise UsageError("the learner has several optimizers: say which one is meant")
+        raise UsageError("the learner has several optimizers: say which one you mean")
     return hooked[0]
 
 
@@ -120,14 +122,19 @@ def warn_unkept(hooked: Iterable[torch.optim.Optimizer], kept: Iterable[torch.op
     """Warn of optimizers that the learner was made without, so that a restart will not find their moments."""
     known = {id(one) for one in kept}
     if strange := [type(one).__qualname__ for one in hooked if id(one) not in known]:
-        detail = "a restart will not find their moments: make the learner with all, Learner(model, [one, another])"
+        detail = (
+            "a restart will not find their moments: pass all of them when creating the learner: Learner(model, "
+            "[one, another])"
+        )
         structlog.get_logger().warning("optimizers_unknown", optimizers=strange, detail=detail)
 
 
 def warn_replaced(hooked: Iterable[torch.optim.Optimizer]) -> None:
     """Warn of optimizers whose `step` was replaced on the instance: the replacement may never call the hooks."""
     if replaced := [type(one).__qualname__ for one in hooked if not getattr(one.step, "hooked", False)]:
-        detail = "its steps count only if the replacement of `step` calls the original one; else call Learner.step"
+        detail = (
+            "its steps are counted only if the replacement of `step` calls the original; otherwise call Learner.step"
+        )
         structlog.get_logger().warning("step_replaced", optimizers=replaced, detail=detail)
 
 

@@ -66,7 +66,10 @@ def _floating(model: nn.Module) -> Iterator[tuple[Buffer, torch.Tensor]]:
         if tensor is None or tensor.dtype not in FLOATING:
             continue
         if is_lazy(tensor):
-            raise UsageError(f"buffer {buffer.name} has no shape yet: run the model once, with a first batch, before")
+            raise UsageError(
+                f"buffer {buffer.name} has no shape yet: run the model once on a first batch before "
+                "creating the learner"
+            )
         expanded = any(not stride and side > 1 for stride, side in zip(tensor.stride(), tensor.shape, strict=True))
         wrapped = hasattr(type(tensor), "__tensor_flatten__") or hasattr(tensor, "device_mesh")
         if tensor.is_meta or expanded or wrapped or not tensor.numel():

@@ -226,7 +226,7 @@ class BaseLearner:
         self._check_process()
         with self._lock:
             if self._opened:
-                raise UsageError("a Learner can be opened once: make a new one to join again, or a second time")
+                raise UsageError("a Learner can be opened only once: create a new one to join again")
             self._opened = True
         try:
             self._stopping.install()
@@ -243,7 +243,10 @@ class BaseLearner:
             self._stopping.restore()
             raise
         if joined.late:
-            detail = "the learner has its model; to train on: diloco runs extend NAME --tokens N, or another run name"
+            detail = (
+                "the learner has its model; to train further, run `diloco runs extend NAME --tokens N`, or "
+                "choose another run name"
+            )
             structlog.get_logger().warning("run_finished_already", learner=self.id, run=self._given.run, detail=detail)
         return self
 
@@ -273,7 +276,7 @@ class BaseLearner:
         """Raise Stopped if a signal came, and UsageError if another thread has closed the learner already."""
         self._stopping.leave_if_asked()
         if self._closed:
-            raise UsageError("the learner was closed before it had joined")
+            raise UsageError("the learner was closed before it joined")
 
     def _join(self, thread: LearnerThread | RankThread) -> Joined:
         try:
@@ -354,4 +357,4 @@ class BaseLearner:
 
     def _check_process(self) -> None:
         if not self._is_here:
-            raise UsageError("this Learner was made in another process, which this one was forked from: make one here")
+            raise UsageError("this Learner was created in the process from which this one was forked: create one here")

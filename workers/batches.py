@@ -103,8 +103,8 @@ class Batches(OwnProcess):
         """
         if self._ranks > 1:
             raise UsageError(
-                "batches() of a learner of several ranks are this rank's own already: leave its loader out of "
-                "accelerator.prepare() and of whatever else divides batches among processes"
+                "in a learner with several ranks, batches() already yields only this rank's part: do not pass its "
+                "loader to accelerator.prepare() or to anything else that divides batches among processes"
             )
         return self._size
 
@@ -126,7 +126,10 @@ class Batches(OwnProcess):
         for _ in range(self._batches):
             self.check_process()
             if number != self._passes:
-                raise UsageError("batches: a pass goes on after a newer one began; iterate over one loader at a time")
+                raise UsageError(
+                    "batches: an earlier pass continued after a newer one had started; iterate over one "
+                    "loader at a time"
+                )
             self._check()
             self._thread = threading.get_ident()
             yield list(self._prefetched.draw(self._new).indices)
@@ -141,7 +144,8 @@ class Batches(OwnProcess):
         """
         if self._thread not in (0, threading.get_ident()):
             raise UsageError(
-                "batches are drawn in another thread than the one that trains: iterate over the loader there"
+                "batches are drawn in a different thread from the one that trains: iterate over the loader in the "
+                "training thread"
             )
         for batch in self._prefetched.stepped():
             for reached in batch.reached:

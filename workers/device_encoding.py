@@ -99,8 +99,8 @@ class OnDevice:
                 yield
         except torch.OutOfMemoryError as error:
             raise UsageError(
-                f"no room on {self._device} to encode deltas: encode them in host memory (DILOCO_ENCODE_ON=cpu, "
-                f"encode_on='cpu'), or train in smaller batches ({error})"
+                f"not enough memory on {self._device} to encode deltas: encode them in host memory "
+                f"(DILOCO_ENCODE_ON=cpu, encode_on='cpu'), or train in smaller batches ({error})"
             ) from error
 
     def keep(self, values: npt.NDArray[np.float32]) -> torch.Tensor:

@@ -143,7 +143,7 @@ def _copy(model: nn.Module, device: str | torch.device | None) -> nn.Module:
         copied = copy.deepcopy(model, made)
     except (RuntimeError, TypeError) as error:
         first = str(error).splitlines()[0]
-        raise UsageError(f"the model cannot be copied ({first}): give the evaluator one that was just made") from error
+        raise UsageError(f"the model cannot be copied ({first}): give the evaluator a newly created model") from error
     return copied if device is None else copied.to(device)
 
 

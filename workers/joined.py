@@ -96,9 +96,9 @@ class JoinedLearner:
             self.training.parameters.overwrite(base.fragment, base.values)
         dropped = self.training.keeper.drop()
         moments = (
-            "with fresh moments" if dropped else "and its optimizer keeps its state, which cannot be emptied safely"
+            "with fresh moments" if dropped else "and its optimizer keeps its state, which cannot be cleared safely"
         )
-        detail = f"it goes on from the globals, {moments}"
+        detail = f"it continues from the globals, {moments}"
         structlog.get_logger().warning("learner_healed", learner=self.training.learner, detail=detail)
 
     def ended(self, stopping: Stopping) -> bool:

@@ -168,12 +168,15 @@ class Learner(BaseLearner):
         self._ranks = ranks_of(model, mesh)
         super().__init__(given, RankStopping() if self._ranks else Stopping())
         if self._ranks and given.encode_on == "device":
-            raise UsageError("encode_on='device' is not for several ranks: they gather deltas in host memory")
+            raise UsageError(
+                "encode_on='device' cannot be used with several ranks, which gather deltas in host "
+                "memory: set encode_on='cpu'"
+            )
         if given.sync is not None:
             tensor_table(model, fitting(given.sync, TorchModel(model)))
         self._inner = [] if optimizer is None else unwrapped(model, optimizer or [optimizer])
         if not (adopted is None or callable(adopted)):
-            raise UsageError("adopted=...: pass a function of a parameter and its previous values")
+            raise UsageError("adopted=...: pass a function that takes a parameter and its previous values")
         self._adopted = adopted
         self._check_adoptions(self._inner)
         if given.same_frozen:
@@ -194,7 +197,9 @@ class Learner(BaseLearner):
                 learner is attached to its optimizer.
         """
         if self._attached is not None:
-            raise UsageError("step() after attach(): leave it out, since the optimizer's own steps are counted already")
+            raise UsageError(
+                "step() after attach(): remove this call, since the optimizer's own steps are already counted"
+            )
         self._step(whole_tokens(tokens), one_loss(loss))
 
     def attach(
@@ -230,8 +235,12 @@ class Learner(BaseLearner):
         """
         joined = self.joined
         if self._attached is not None or joined.training.rounds.steps:
-            how = "attached already: name all optimizers at once" if self._attached else "counting by step() already"
-            raise UsageError(f"attach(): the learner is {how}; each step is counted once")
+            how = (
+                "already attached: pass all optimizers in one call"
+                if self._attached
+                else ("already counting by step()")
+            )
+            raise UsageError(f"attach(): the learner is {how}; each step must be counted only once")
         given = self.optimizer if optimizers is None else optimizers
         hooked = unwrapped(self.model, given)
         self._check_adoptions([one for one in hooked if all(one is not known for known in self._inner)])
@@ -301,8 +310,8 @@ class Learner(BaseLearner):
         """
         if self._in_run:
             raise UsageError(
-                "load_globals() in a run would undo training that is not published: close() first. globals() "
-                "gives the same while it trains"
+                "load_globals() during a run would undo unpublished training: call close() first, or use globals(), "
+                "which returns the same values during training"
             )
         training = self._once_joined.training
         assert training.watch is not None  # noqa: S101  # `_training` makes one
@@ -330,7 +339,9 @@ class Learner(BaseLearner):
 
     def _check_ranks(self) -> None:
         if ranks_of(self.model, self._mesh) != self._ranks:
-            raise UsageError("the model's ranks changed after its Learner was made: set them up, and wrap it, before")
+            raise UsageError(
+                "the model's ranks changed after its Learner was created: set up the ranks and wrap the model first"
+            )
 
     def _check_adoptions(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self._adopted is None:
@@ -373,5 +384,7 @@ class Learner(BaseLearner):
     def _warn_if_none_stepped(self) -> None:
         joined = self._once_joined
         if joined.training.rounds.steps == 0 and not joined.late:
-            detail = "none of the attached optimizers has stepped: if the loop has trained, it used another one"
-            structlog.get_logger().warning("no_step_counted", learner=self.id, detail=f"{detail}, made after attach()")
+            detail = "none of the attached optimizers has stepped: if the loop has trained, it used a different one"
+            structlog.get_logger().warning(
+                "no_step_counted", learner=self.id, detail=f"{detail}, created after attach()"
+            )

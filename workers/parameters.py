@@ -55,7 +55,9 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if not tensor.requires_grad:
             continue
         if is_lazy(tensor):
-            raise UsageError(f"parameter {name} has no shape yet: run the model once, with a first batch, before")
+            raise UsageError(
+                f"parameter {name} has no shape yet: run the model once on a first batch before creating the learner"
+            )
         if not tensor.numel():
             continue
         if tensor.dtype not in _DTYPES:
@@ -64,14 +66,17 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
                 "(requires_grad_(False)) or convert it"
             )
         if len(name) > MAX_TEXT_CHARS:
-            raise UsageError(f"parameter {name[:60]}... has a name of {len(name)} characters: {MAX_TEXT_CHARS} at most")
+            raise UsageError(
+                f"parameter {name[:60]}... has a name of {len(name)} characters, but at most "
+                f"{MAX_TEXT_CHARS} are allowed"
+            )
         if tensor.dim() > MAX_DIMS:
-            raise UsageError(f"parameter {name} has {tensor.dim()} dimensions: {MAX_DIMS} at most")
+            raise UsageError(f"parameter {name} has {tensor.dim()} dimensions, but at most {MAX_DIMS} are allowed")
         trained[name] = tensor
     if not trained:
-        raise UsageError("the model has no parameter that requires a gradient: a learner would have nothing to train")
+        raise UsageError("none of the model's parameters requires a gradient, so a learner would have nothing to train")
     if len(trained) > MAX_TENSORS:
-        raise UsageError(f"the model has {len(trained)} trained tensors: {MAX_TENSORS} at most")
+        raise UsageError(f"the model has {len(trained)} trained tensors, but at most {MAX_TENSORS} are allowed")
     return trained
 
 
@@ -384,6 +389,6 @@ class FragmentParameters(FragmentTensors):
             if (tensor.dtype, tensor.shape) != form:
                 what = "buffer" if self._averaged[p] else "parameter"
                 raise UsageError(
-                    f"{what} {slot.tensor.name} was {form[0]} {tuple(form[1])} on joining and is {tensor.dtype} "
-                    f"{tuple(tensor.shape)} now: convert the model before `with`"
+                    f"{what} {slot.tensor.name} was {form[0]} {tuple(form[1])} when the learner joined and is now "
+                    f"{tensor.dtype} {tuple(tensor.shape)}: convert the model before the `with` block"
                 )

@@ -93,6 +93,6 @@ class Prefetched:
         self._other = count
         if self._others == WRONG_STEPS:
             raise UsageError(
-                f"each of the last {WRONG_STEPS} steps has trained {count} batches, and not {self._accumulate}: say "
+                f"each of the last {WRONG_STEPS} steps has trained {count} batches instead of {self._accumulate}: use "
                 f"batches(..., accumulate={count})"
             )

@@ -63,11 +63,11 @@ def share_by_progress(shape: Shape, warmup: float, decay: float, final: float) -
         UsageError: names the argument that is out of bounds.
     """
     if shape not in get_args(Shape):
-        raise UsageError(f"progress_schedule(shape={shape!r}): one of {', '.join(get_args(Shape))}")
+        raise UsageError(f"progress_schedule(shape={shape!r}): use one of {', '.join(get_args(Shape))}")
     for name, value, most in (("warmup", warmup, 1.0), ("decay", decay, 1.0), ("final", final, 1.0)):
         if not 0.0 <= value <= most or (name == "warmup" and value == most):
             below = "less than 1" if name == "warmup" else "at most 1"
-            raise UsageError(f"progress_schedule({name}={value!r}): from 0, and {below}")
+            raise UsageError(f"progress_schedule({name}={value!r}): use a number of at least 0 and {below}")
     begin = {"linear": warmup, "constant": max(warmup, 1.0 - decay)}.get(shape)
 
     def share(progress: float, own_steps: int, ramp_steps: int) -> float:

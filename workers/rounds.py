@@ -312,7 +312,7 @@ class Rounds:
     def publication(self, p: int, windows: Mapping[int, OpenWindow]) -> Publication:
         """Return what is published now of a fragment that `wanted` has yielded, and count it as published."""
         f = self._fragments[p]
-        assert f.tokens, "wanted without tokens"  # noqa: S101
+        assert f.tokens, "requested without tokens"  # noqa: S101
         return self._publication(f, windows, due=False)
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:

@@ -67,8 +67,8 @@ def _check(now_joined: NowJoined, stopping: Stopping) -> None:
 def _check_first(joined: Joined) -> None:
     if joined.shared.shards_wanted is not None:
         raise UsageError(
-            "the learner reads its data already: call batches() or blocks() once; use the result for all loaders and "
-            "epochs"
+            "the learner is already reading its data: call batches() or blocks() only once, and use the result for "
+            "all loaders and epochs"
         )
 
 

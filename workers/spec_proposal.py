@@ -119,7 +119,7 @@ def _warn_ignored_variables(held: SyncSpec) -> None:
             said = name if name in given.model_fields_set else "method"
             variable = f"{ENV_PREFIX}{said.upper()}"
             means = "" if said == name else f"{given.method}: {name} "
-            detail = f"{variable} is {means}{here}, but the run was begun with {there}, which applies"
+            detail = f"{variable} is {means}{here}, but the run was started with {there}, which applies"
             structlog.get_logger().warning("variable_ignored", variable=variable, detail=detail)
 
 
@@ -127,10 +127,10 @@ def _own(usual: SyncSettings, model: Proposed, cluster: bool) -> SyncSpec:
     """Return the spec settings that this learner would use on its own, and log those left to their defaults."""
     log, fitted = structlog.get_logger(), fitting(usual, model)
     if fitted.fragments < usual.fragments:
-        buffers = ", beside the one of its buffers" * (fitted.fragments > model.trained)
-        detail = f"the model has {model.trained} trained tensors, and each fragment needs one{buffers}"
+        buffers = ", except the one that holds the buffers" * (fitted.fragments > model.trained)
+        detail = f"the model has {model.trained} trained tensors, and each fragment needs at least one{buffers}"
         log.info("fragments_reduced", fragments=fitted.fragments, detail=detail)
     if "tokens" not in usual.model_fields_set:
-        detail = f"nobody has set the run's budget: it ends at {usual.tokens} trained tokens, as usual"
+        detail = f"the run's budget was not set, so it ends at the default of {usual.tokens} trained tokens"
         log.info("budget_assumed", tokens=usual.tokens, detail=f"{detail} (tokens=, DILOCO_TOKENS, --tokens)")
     return fitted.sync_spec(cluster)

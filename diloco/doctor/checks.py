@@ -28,7 +28,7 @@ DEFAULT_USER = "default"
 # A measured and a computed figure agree if neither is more than this many times the other.
 FAR = 2.0
 SMALL_PARAMS = 1e7
-SEE_STATUS = "`diloco status` says what helps; run the doctor on the syncers' machine to judge that one"
+SEE_STATUS = "see `diloco status` for what helps; run the doctor on the syncers' machine to check that machine"
 # The remedy that `server.to_maxmemory` writes.
 _MAXMEMORY = re.compile(r"(maxmemory (?:to )?)([0-9]+)mb")
 # Free bytes that every disk needs, for a tape or a log.
@@ -48,7 +48,7 @@ def software(machine: Machine, party: str) -> Iterator[Finding]:
     elif party == "learner":
         yield error("software", f"Python {machine.python}, {there}, no torch", "pip install 'diloco[learner]'")
     else:
-        yield ok("software", f"Python {machine.python}, {there}; no torch, which a syncer does without")
+        yield ok("software", f"Python {machine.python}, {there}; no torch, which a syncer does not need")
 
 
 def threads(cores: int, processes: int, each: int, said: str) -> Finding:
@@ -58,21 +58,23 @@ def threads(cores: int, processes: int, each: int, said: str) -> Finding:
     found = f"{who} {wanted} torch threads on {cores} cores ({said})"
     if wanted <= cores:
         return ok("threads", found)
-    fewer = f"with --threads {fit} (in a loop of your own: OMP_NUM_THREADS={fit})" if each > fit else ""
+    fewer = f"with --threads {fit} (in your own loop: OMP_NUM_THREADS={fit})" if each > fit else ""
     if processes > cores:
-        found = f"{found}, and take turns: a step takes {processes / cores:.2g} times as long as on a core of its own"
-        remedy = f"start {cores} learners here at most{f', each {fewer}' if fewer else ''}, and the others elsewhere"
+        found = (
+            f"{found}, and have to take turns: a step takes {processes / cores:.2g} times as long as on its own core"
+        )
+        remedy = f"start at most {cores} learners here{f', each {fewer}' if fewer else ''}, and the others elsewhere"
         return warning("threads", found, remedy)
-    return warning("threads", f"{found}, and stall each other", f"start each {fewer}")
+    return warning("threads", f"{found}, and slow each other down", f"start each {fewer}")
 
 
 def blas(cores: int, each: int, fragments: int) -> Finding:
     """Check that merges at the same time use no more BLAS threads than cores. each: BLAS threads of one merge."""
-    found = f"a merge multiplies matrices on {each} of {cores} cores"
+    found = f"a merge multiplies matrices with {each} threads on {cores} cores"
     if each > 1 and min(fragments, cores) * each > cores:
         fit = max(1, cores // fragments)
-        why = f"{found}, and up to {fragments} merges go on at a time: threads that wait for others spin"
-        return warning("BLAS", why, f"unset OPENBLAS_NUM_THREADS and its like, or set it to {fit}")
+        why = f"{found}, and up to {fragments} merges run at a time: threads that wait for others keep cores busy"
+        return warning("BLAS", why, f"unset OPENBLAS_NUM_THREADS and similar variables, or set them to {fit}")
     return ok("BLAS", found)
 
 
@@ -80,13 +82,13 @@ def folder(one: Folder, needed_bytes: float = 0.0) -> Finding:
     """Check that a folder can be written and has space. needed_bytes: what will be added; 0: not known, or little."""
     about = f"disk of {one.setting}"
     if one.problem:
-        remedy = f"correct that, or name another place by --{one.setting}"
+        remedy = f"fix this, or set a different location with --{one.setting}"
         return error(about, f"{one.path} cannot be written: {one.problem}", remedy)
     if math.isinf(one.free_bytes):
         return ok(about, f"{one.path} can be written")
-    found = f"{as_bytes(one.free_bytes)} free in {one.path}{'' if one.there else ', which will be made'}"
+    found = f"{as_bytes(one.free_bytes)} free in {one.path}{'' if one.there else ', which will be created'}"
     if one.free_bytes < max(needed_bytes, LITTLE_BYTES):
-        remedy = f"free space there, or name another folder by --{one.setting}"
+        remedy = f"free some space, or set a different folder with --{one.setting}"
         return error(about, f"{found}, {as_bytes(max(needed_bytes, LITTLE_BYTES))} needed", remedy)
     return ok(about, found + (f", {as_bytes(needed_bytes)} needed" if needed_bytes else ""))
 
@@ -110,8 +112,8 @@ def sentinels(unwell: Sequence[str]) -> Iterator[Finding]:
     if unwell:
         yield warning(
             "sentinels",
-            f"{'; '.join(unwell)}: most of them must be well, or no primary is replaced",
-            "start those that are down; see that each has the others' files and passwords",
+            f"{'; '.join(unwell)}: a majority must work, or a failed primary is not replaced",
+            "start those that are down; check that they all have the same files and passwords",
         )
 
 
@@ -158,7 +160,7 @@ def one_maxmemory(findings: Iterable[Finding]) -> list[Finding]:
 def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
     """Check that the connection is encrypted, and that the server does not let everybody in."""
     if address.own_machine:
-        yield ok("transport", f"{address.where}, on this machine")
+        yield ok("transport", f"{address.where}, on the same machine")
         return
     if address.tls:
         yield ok("transport", f"TLS to {address.where}")
@@ -166,31 +168,31 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
         yield warning(
             "transport",
             f"redis:// to {address.where}, which is not this machine: password, headers and payloads are not encrypted",
-            "use rediss:// and DILOCO_REDIS_CA, or a network that encrypts or that nobody else is on",
+            "use rediss:// and DILOCO_REDIS_CA, or a network that is encrypted or private",
         )
     if address.password:
         return
     if address.certificate and address.user not in ("", DEFAULT_USER):
-        yield ok("access", f"{address.where} takes this client certificate for the login of {address.user}")
+        yield ok("access", f"{address.where} accepts this client certificate as the login of {address.user}")
     elif address.certificate == "asked for":
         yield ok(
             "access",
-            f"{address.where} requires a client certificate, and lets everybody who has one do everything: Redis 8.6, "
-            "Valkey 9.0 and newer can tell users apart by it (tls-auth-clients-user CN), older ones by passwords",
+            f"{address.where} requires a client certificate, and gives everyone who has one all rights: Redis 8.6, "
+            "Valkey 9.0 and newer can tell users apart by it (tls-auth-clients-user CN), older servers by passwords",
         )
     elif address.certificate:
         yield warning(
             "access",
-            f"{address.where} asks for no password, and takes connections without a client certificate too: anybody "
-            "who reaches it may do everything",
+            f"{address.where} does not require a password, and accepts connections without a client certificate: "
+            "anyone who can reach it has all rights",
             "set tls-auth-clients yes, or give each party a user (`diloco acl`)",
         )
     else:
         unprotected = any(node.protected is False for node in nodes)
         yield warning(
             "access",
-            f"{address.where} asks for no password{' and is not in protected mode' if unprotected else ''}: anybody "
-            "who reaches it may do everything",
+            f"{address.where} does not require a password{' and is not in protected mode' if unprotected else ''}: "
+            "anyone who can reach it has all rights",
             "give each party a user (`diloco acl`), or set requirepass",
         )
 
@@ -221,17 +223,17 @@ def rights(
         missing = lacks[meant or "learner"]
         what = f"{meant or 'party'} of run {run!r}{f' as {learner!r}' if learner and meant == 'learner' else ''}"
         if not asked:
-            found = f"{who} cannot be a {what}, which was tried because no run was named: {missing}"
+            found = f"{who} cannot be a {what}, which was checked because no run was given: {missing}"
             anew = acl_command(run, address.user)
-            return error("rights", found, f"give --run NAME, the run of this user; or, if it is {run!r}: {anew}")
+            return error("rights", found, f"pass --run NAME with this user's run; or, if that is {run!r}: {anew}")
         remedy = (
-            "each user is made for one party in one run: name this party's user in DILOCO_REDIS_URL, its run (--run), "
-            "and for a learner its own name (--learner-id); or, if this run has no users yet, make them, "
-            f"and start Redis with them: {acl_command(run, address.user)}"
+            "each user is for one party in one run: put this party's user in DILOCO_REDIS_URL, and pass its run "
+            "(--run) and, for a learner, its name (--learner-id). If this run has no users yet, create them, and "
+            f"start Redis with them: {acl_command(run, address.user)}"
         )
         return error("rights", f"{who} cannot be a {what}: {missing}", remedy)
     if meant is None and may == ["viewer"]:
-        return warning("rights", f"{who} may look at runs only", "set another user in DILOCO_REDIS_URL to take part")
+        return warning("rights", f"{who} may only read runs", "to take part, put a different user in DILOCO_REDIS_URL")
     return ok("rights", f"{who} may be: {', '.join(may)}")
 
 
@@ -243,11 +245,13 @@ def clock(ahead_s: float, too_far_s: float) -> Finding:
     away, which = abs(ahead_s), "ahead of" if ahead_s > 0 else "behind"
     found = f"this machine's clock is {as_time(away)} {which} the server's"
     if away >= too_far_s:
-        why = "a syncer would take a checkpoint that another one is saving for a remnant"
-        return error("clock", f"{found}: {why}, and certificates may be refused", "set both clocks by NTP")
+        why = "a syncer would mistake a checkpoint that another one is saving for an abandoned one"
+        return error("clock", f"{found}: {why}, and certificates may be refused", "synchronise both clocks with NTP")
     if away >= MAX_SKEW_S:
         return warning(
-            "clock", f"{found}: displayed ages and times of events are wrong by that much", "set both clocks by NTP"
+            "clock",
+            f"{found}: displayed ages and event times are wrong by that much",
+            "synchronise both clocks with NTP",
         )
     return ok("clock", found)
 
@@ -259,16 +263,18 @@ def link(line: Link) -> Iterator[Finding]:
     """Check the round trip to the server, and report the rates of the network."""
     found = f"a round trip takes {as_time(line.round_trip_s)}"
     if line.round_trip_s > FAR_S:
-        yield warning("distance", found, "have a Redis nearer by, or longer leases (--lease-s) on all syncers")
+        yield warning("distance", found, "use a nearer Redis, or longer leases (--lease-s) on all syncers")
     else:
         yield ok("distance", found)
     if line.problem:
-        yield warning("line", f"no payload could be tried: {line.problem}", line.remedy or "run the doctor again later")
+        yield warning(
+            "line", f"the upload of a payload failed: {line.problem}", line.remedy or "run the doctor again later"
+        )
     elif line.up_bytes_per_s is None or line.down_bytes_per_s is None:
-        yield ok("line", "no payload was tried: this user has no right to write one")
+        yield ok("line", "bandwidth was not measured, because this user is not allowed to write a payload")
     else:
         up, down = as_rate(line.up_bytes_per_s), as_rate(line.down_bytes_per_s)
-        yield ok("line", f"{up} up and {down} down, by a payload of {as_bytes(line.bytes)}")
+        yield ok("line", f"{up} up and {down} down, with a payload of {as_bytes(line.bytes)}")
 
 
 def site_of(run: Run, machine: Machine, line: Link | None) -> Site:
@@ -294,9 +300,9 @@ def needs(run: Run, site: Site, outer_s: float = 0.0) -> Needs:
 
 def quorum(live: int, needed: int) -> Finding:
     """Check that as many learners are live as a merge needs."""
-    found = f"a merge needs {counted(needed, 'learner')}, {live} live"
+    found = f"a merge needs {counted(needed, 'learner')}; {live} live"
     if live < needed:
-        return warning("quorum", f"{found}: nothing is merged", "start as many as are missing, under the run's name")
+        return warning("quorum", f"{found}: nothing is merged", "start the missing ones, with the run's name")
     return ok("quorum", found)
 
 
@@ -304,8 +310,8 @@ def finished(run: str) -> Finding:
     """Return the warning about a run that is finished."""
     return warning(
         "run",
-        f"run {run!r} is finished: nothing more is trained in it",
-        f"`diloco runs extend {run} --tokens NUMBER` has it go on, once it is started again",
+        f"run {run!r} is finished, so it does not train any more",
+        f"to continue it, run `diloco runs extend {run} --tokens NUMBER` and start its parties again",
     )
 
 
@@ -313,18 +319,18 @@ def load(run: Run, site: Site) -> Finding:
     """Check that the network carries the traffic of the run with its H."""
     sync, asked = run.sync, needs(run, site)
     found = (
-        f"a round of {sync.sync_interval} steps ({as_time(asked.round_s)}) asks for {asked.link_load:.0%} of the "
-        f"line as measured here: {as_bytes(asked.up_bytes)} up, {as_bytes(asked.down_bytes)} down"
+        f"a round of {sync.sync_interval} steps ({as_time(asked.round_s)}) needs {asked.link_load:.0%} of the link as "
+        f"measured here: {as_bytes(asked.up_bytes)} up, {as_bytes(asked.down_bytes)} down"
     )
     if asked.link_load <= LINK_SHARE:
-        return ok("line and run", found)
+        return ok("link and run", found)
     planned = pace_of(site, run.learners, sync.overlap_steps, "auto", "bf16", sync.outer)
     remedy = (
         f"start the run with --codec {planned.codec} --global-codec bf16 --sync-interval {planned.interval}"
         if not any("even at" in one for one in planned.warnings)
-        else "a faster line or a smaller model: no codec and no H will do (`diloco plan`)"
+        else "use a faster link or a smaller model: no codec or H is enough (`diloco plan`)"
     )
-    return (error if asked.link_load > 1 else warning)("line and run", found, remedy)
+    return (error if asked.link_load > 1 else warning)("link and run", found, remedy)
 
 
 def merges(run: Run, site: Site, machine: Machine) -> Finding:
@@ -344,16 +350,16 @@ def merges(run: Run, site: Site, machine: Machine) -> Finding:
     room_s = full_budget_steps(sync) * site.step_time
     return ok(
         "merges",
-        f"a fragment's round trip takes {as_time(asked.round_trip_s)} with this machine as the syncer, the outer step "
-        f"{as_time(outer_s)} of it; a round has room for {as_time(room_s)} ({basis(site)})",
+        f"a fragment's round trip takes {as_time(asked.round_trip_s)} with this machine as the syncer, "
+        f"{as_time(outer_s)} of it for the outer step; a round allows {as_time(room_s)} ({basis(site)})",
     )
 
 
 def basis(site: Site) -> str:
     """Return which inputs of a computed figure were measured, and which were assumed."""
     line = "line" if "link" in site.model_fields_set else ""
-    assumed = "" if line else f", with a line of {written(site.link, 'TGMk')}bit/s assumed"
-    return f"computed from cores{' and line' if line else ''} as measured here{assumed}"
+    assumed = "" if line else f", assuming a link of {written(site.link, 'TGMk')}bit/s"
+    return f"computed from the cores{' and the link' if line else ''} as measured here{assumed}"
 
 
 def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
@@ -367,11 +373,14 @@ def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
     here_s = sum_s + max(run.operations) / machine.speed.flops + 8 * written_bytes / site.link + 2 * site.latency
     times = run.merge_s / here_s
     found = (
-        f"a merge takes {as_time(run.merge_s)} as the run's syncers measured it, and {as_time(here_s)} {basis(site)}"
+        f"a merge takes {as_time(run.merge_s)} as measured by the run's syncers, and {as_time(here_s)} {basis(site)}"
     )
     if times > FAR:
         small = run.params < SMALL_PARAMS
-        why = "as is usual for so small a model: most of it is calls to Redis and waiting for a thread, left out here"
+        why = (
+            "as usual for such a small model: most of it is Redis calls and waiting for a thread, which the "
+            "computed time leaves out"
+        )
         slower = "so they have fewer or busier cores, or a slower network, than this machine"
         found += f": {times:.2g} times as long, {why if small else slower}"
     elif times < 1 / FAR:
@@ -379,11 +388,11 @@ def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
     else:
         found += ", which agrees"
     if run.stretched >= FAR:
-        found += f"; intervals are {run.stretched:.2g} times as long as planned, since merges take their time"
+        found += f"; intervals are {run.stretched:.2g} times as long as planned, because merges are slow"
     room_s = full_budget_steps(sync) * site.step_time
     if run.merge_s > room_s or run.stretched >= FAR:
-        return warning("merges of the run", f"{found}; a round has room for {as_time(room_s)}", SEE_STATUS)
-    return ok("merges of the run", f"{found}; a round has room for {as_time(room_s)}")
+        return warning("merges of the run", f"{found}; a round allows {as_time(room_s)}", SEE_STATUS)
+    return ok("merges of the run", f"{found}; a round allows {as_time(room_s)}")
 
 
 def machine_memory(run: Run, machine: Machine, party: str) -> Iterator[Finding]:
@@ -404,11 +413,15 @@ def machine_memory(run: Run, machine: Machine, party: str) -> Iterator[Finding]:
         if name == "learner":
             training = machine.processes * TRAINING_BYTES["fp32"] * run.params
             found += (
-                f", {as_bytes(machine.processes * LEARNER_PROCESS_BYTES)} of it before any model, beside training "
-                f"({as_bytes(training)} without activations, there or on a GPU)"
+                f", {as_bytes(machine.processes * LEARNER_PROCESS_BYTES)} of it before any model; training takes "
+                f"{as_bytes(training)} more without activations, on the CPU or a GPU"
             )
         if wanted > machine.memory_bytes:
-            remedy = "several syncers share the fragments" if name == "syncer" else "a machine with more memory"
+            remedy = (
+                "start several syncers, which share the fragments"
+                if name == "syncer"
+                else "use a machine with more memory"
+            )
             yield warning(f"memory of a {name}", found, remedy)
         else:
             yield ok(f"memory of a {name}", found)
@@ -421,7 +434,7 @@ def plan(run: Run, site: Site) -> Finding:
     name = "a run" if run.live is None else "the run"
     found = f"{name} of {written(float(f'{run.params:.3g}'))} parameters, {counted(run.learners, 'learner')}, has {has}"
     if run.step_s is None:
-        return ok("plan", f"{found}; with --step-time it is judged whether line and merges keep up")
+        return ok("plan", f"{found}; pass --step-time to check whether the link and the merges keep up")
     planned = pace_of(site, run.learners, sync.overlap_steps, "auto", sync.global_codec, sync.outer)
     choice = f"H = {planned.interval}, P = {planned.fragments}, {planned.codec}"
-    return ok("plan", f"{found}; `diloco plan` would have {choice} ({basis(site)})")
+    return ok("plan", f"{found}; `diloco plan` would choose {choice} ({basis(site)})")

@@ -62,7 +62,7 @@ class Report:
         return int(any(finding.level == "error" for finding in self.findings))
 
 
-REACH = "start it, or name another one by --redis-url or DILOCO_REDIS_URL; its port must be open to this machine"
+REACH = "start it, or set a different one with --redis-url or DILOCO_REDIS_URL; its port must be open to this machine"
 
 
 def _refused(failure: DilocoError) -> Finding:
@@ -108,7 +108,7 @@ async def run_checks(
                 address = address._replace(user=await examination.user())
         name = settings.learner_id or _learner_of(address.user)
         if address.user and "run" not in settings.model_fields_set and (its := await examination.run_of(address.user)):
-            report.add(ok("run", f"user {address.user} has rights in run {its} alone, so that run is checked"))
+            report.add(ok("run", f"user {address.user} has rights only in run {its}, so that run is checked"))
             settings = settings.model_copy(update={"run": its})
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
@@ -146,12 +146,12 @@ async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | 
     except UsageError:  # this user has no right to read it, which checks.rights has reported
         return planned
     except PeerError as failure:
-        remedy = failure.remedy or "use the release that the run was begun with"
+        remedy = failure.remedy or "use the release with which the run was started"
         report.add(error("run", failure.problem, remedy))
         return planned
     if found is not None and planned is not None:
-        why = f"{found.name} is under way there, so it is checked, and --params, --model and --learners are ignored"
-        report.add(warning("run", why, "to check a planned run instead, name it by --run"))
+        why = f"{found.name} is in progress there, so it is checked, and --params, --model and --learners are ignored"
+        report.add(warning("run", why, "to check a planned run instead, pass its name with --run"))
     return found or planned
 
 
@@ -208,13 +208,13 @@ def _number(kind: Any, flag: str, given: str | None) -> float | None:
 
 def _params(settings: DoctorSettings, params: float | None) -> float | None:
     if params is not None and not MIN_PARAMS <= params <= MAX_PARAMS:
-        raise UsageError(f"--params {params:g}: models from {MIN_PARAMS:g} to {MAX_PARAMS:g} parameters are planned")
+        raise UsageError(f"--params {params:g}: use a number from {MIN_PARAMS:g} to {MAX_PARAMS:g}")
     if params is not None and settings.model is not None:
-        raise UsageError(f"--params {params:g} and --model {settings.model}: give one of them")
+        raise UsageError(f"--params {params:g} and --model {settings.model}: leave out one of them")
     if params is not None or settings.model is None:
         return params
     if settings.model not in SIZES:
-        raise UsageError(f"--model {settings.model}: give --params instead; known by name are {size_table()}")
+        raise UsageError(f"--model {settings.model}: unknown; pass --params instead, or one of {size_table()}")
     return float(SIZES[settings.model].parameters())
 
 
@@ -222,23 +222,24 @@ def _params(settings: DoctorSettings, params: float | None) -> float | None:
 def command(
     settings: DoctorSettings,
     params: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Parameters of the model, e.g. 1B, if there is no run yet")
+        str | None,
+        typer.Option(metavar="NUMBER", help="Parameters of the model, e.g. 1B, if the run does not exist yet"),
     ] = None,
     step_time: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Time of an inner step (default: as the run's learners report)"),
+        typer.Option(metavar="DURATION", help="Time of an inner step (default: as reported by the run's learners)"),
     ] = None,
     learners: Annotated[int, typer.Option(min=1, max=4096, help="Learners of the planned run")] = LEARNERS,
     here: Annotated[int, typer.Option(min=1, max=4096, help="Learners that train on this machine's CPU")] = 1,
     party: Annotated[
-        Party, typer.Option("--as", metavar="all|learner|syncer", help="What this machine is to be")
+        Party, typer.Option("--as", metavar="all|learner|syncer", help="Planned role of this machine")
     ] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text")] = False,
 ) -> None:
-    """Look at this machine and its Redis before a run, and say what is wrong and what to do about it.
+    """Check this machine and its Redis before a run, and say what is wrong and what to do about it.
 
     The exit status is 1 if an error was found, and 0 if there are at most warnings. It takes seconds and changes
-    nothing: what it writes to Redis and to folders to try them is deleted at once.
+    nothing: what it writes to Redis and to folders as a test is deleted at once.
 
     Example: diloco doctor --redis-url redis://HOST:6379 --params 1B --step-time 3s --learners 8
     """
@@ -250,25 +251,25 @@ def command(
     run = None
     if planned is not None:
         run = measure.planned_run(settings.run, settings.with_method(learners).sync_spec(), planned, learners, step_s)
-    with console.status("looking at this machine") as status:
+    with console.status("checking this machine") as status:
         machine = measure.look_at_machine(here, settings.threads)
-        status.update("looking at folders and stores")
+        status.update("checking folders and stores")
         folders = list(look_at_folders(settings, ("checkpoint_dir", "tape_dir", "state_dir")))
         kept = any(folder.setting == "checkpoint-dir" and not folder.problem for folder in folders)
-        status.update("looking at Redis")
+        status.update("checking Redis")
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             checking = run_checks(settings, report, run, step_s, party, kept)
             run, line, name = runner.run(_in_time(checking, report, (run, None, settings.run)))
     report.add(*of_machine(settings, machine, folders, run, party))
     if settings.redis_url is None:
-        report.add(ok("Redis", "none was named: give --redis-url or DILOCO_REDIS_URL to check it too"))
+        report.add(ok("Redis", "not checked: pass --redis-url or set DILOCO_REDIS_URL to check it too"))
     if run is not None:
         report.add(*of_run(run, machine, line, party))
     elif not any(
         one.about == "run" and one.level == "error" for one in report.findings
     ):  # in that case there is a run that cannot be read
-        seen = f"no run {name!r} is there" if line is not None else "none is known"
-        report.add(ok("run", f"{seen}, and neither --params nor --model was given: nothing to plan for"))
+        seen = f"there is no run {name!r}" if line is not None else "no run is known"
+        report.add(ok("run", f"{seen}, and neither --params nor --model was given, so no planned run is checked"))
     if as_json:
         typer.echo(dumps([finding._asdict() for finding in report.findings]))
     else:
@@ -281,8 +282,8 @@ async def _in_time(checking: Coroutine[Any, Any, Checked], report: Report, other
         async with asyncio.timeout(MAX_S):
             return await checking
     except TimeoutError:
-        remedy = "look at the network between this machine and it"
-        report.add(error("Redis", f"it did not answer all questions within {MAX_S:g} s", remedy))
+        remedy = "check the network between this machine and Redis"
+        report.add(error("Redis", f"it did not answer all requests within {MAX_S:g} s", remedy))
         return otherwise
 
 

@@ -93,7 +93,7 @@ def look_at_machine(processes: int, threads: int | None) -> Machine:
     elif said.isdecimal() and int(said):
         each, by = int(said), f"OMP_NUM_THREADS={said}"
     else:
-        each, by = seen_cores(), "all cores, unless told"
+        each, by = seen_cores(), "all cores by default"
     found = {name: _installed(name) for name in PACKAGES}
     names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
     told = all(name in os.sysconf_names for name in names)
@@ -216,7 +216,7 @@ async def look_at_line(
         return Link(round_trip_s), ahead_s
     if most < FIRST_BYTES:
         full = min((one for one in nodes if one.maxmemory_bytes), key=lambda one: one.maxmemory_bytes - one.used_bytes)
-        found = f"only {as_maxmemory(max(0, room or 0))} of its maxmemory are free{f' at {full.at}' if full.at else ''}"
+        found = f"only {as_maxmemory(max(0, room or 0))} of its maxmemory is free{f' at {full.at}' if full.at else ''}"
         remedy = to_maxmemory(full.used_bytes + FIRST_BYTES / SHARE_OF_FREE)
         return Link(round_trip_s, problem=found, remedy=remedy), ahead_s
     size, up, down = FIRST_BYTES, None, None

@@ -14,9 +14,9 @@ class MachineSettings(Settings):
 
     section = "This machine"
 
-    learner_id: PartyName | None = Field(None, description="Name that a learner here will have")
-    threads: int | None = Field(None, ge=1, le=4096, description="Torch threads of a learner here")
-    model: str | None = Field(None, description="Size of the built-in model, in place of --params")
+    learner_id: PartyName | None = Field(None, description="Name of the learner on this machine")
+    threads: int | None = Field(None, ge=1, le=4096, description="Torch threads of a learner on this machine")
+    model: str | None = Field(None, description="Size of the built-in model, instead of --params")
     checkpoint_dir: Address | None = Field(None, description="Folder of a syncer's checkpoints")
     tape_dir: Path | None = Field(None, description="Folder of a syncer's tape")
     state_dir: Path | None = Field(None, description="Folder of a learner's own state")

@@ -29,7 +29,7 @@ with naming_extra("diloco.integrations", "learner"):
 
 # Keys under which batches have their inputs.
 INPUTS = ("input_ids", "tokens", "inputs")
-SAY_TOKENS = "say what a step trains: step_tokens=, a number, or a function that is called for it after each step"
+SAY_TOKENS = "pass the tokens of a step: step_tokens= takes a number, or a function that is called after each step"
 # Threads in which dropped learners leave their runs, because the thread that dropped them could not wait (`drop`).
 LEAVING = WeakSet[threading.Thread]()
 
@@ -57,7 +57,7 @@ def tokens_of(batch: Any) -> int:
         else:
             raise UsageError(f"a batch is a {type(batch).__name__} without {', '.join(INPUTS)}: {SAY_TOKENS}")
     if not inputs.shape:
-        raise UsageError(f"a batch begins with a single number: {SAY_TOKENS}")
+        raise UsageError(f"the first item of a batch is a single number: {SAY_TOKENS}")
     fractions = inputs.is_floating_point() if hasattr(inputs, "is_floating_point") else inputs.dtype.kind == "f"
     return int(inputs.shape[0]) if fractions else math.prod(inputs.shape)
 
@@ -102,7 +102,7 @@ class Hosted:
             UsageError: training has not begun.
         """
         if self.learner is None:
-            raise UsageError("there is no learner before training has begun")
+            raise UsageError("the learner exists only once training has begun")
         return self.learner
 
     @property
@@ -149,7 +149,7 @@ class Hosted:
         learner = self.present
         over = self.leave(longer)
         learner.load_globals()
-        detail = "the model has the run's values now, so the trainer saves those"
+        detail = "the model now has the run's values, so the trainer saves these"
         structlog.get_logger().info("globals_loaded", learner=learner.id, finished=over, detail=detail)
 
     def leave(self, longer: str) -> bool:
@@ -196,8 +196,8 @@ class Hosted:
         if over or learner.over:
             return True
         at = f"about {learner.progress:.1%}"  # of the last answered report: progress is written now and then
-        why = "a signal has asked this process to end" if asked else longer
-        detail = f"the trainer ended at {at} of the run, which goes on without it: {why}"
+        why = "a signal asked this process to stop" if asked else longer
+        detail = f"the trainer ended at {at} of the run, which continues without it: {why}"
         structlog.get_logger().warning("trainer_ended_first", learner=learner.id, detail=detail)
         return False
 

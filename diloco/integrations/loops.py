@@ -39,7 +39,7 @@ def close_passes() -> None:
         except Exception as error:  # the other iterators must be closed all the same
             detail = f"{type(error).__name__}: {error}"
             if getgeneratorstate(one) == GEN_RUNNING:
-                detail = "a thread was waiting for its next batch as the program ended: join it before"
+                detail = "a thread was waiting for its next batch when the program ended: join the thread first"
             structlog.get_logger().warning("pass_not_left", detail=detail)
     wait_for_leaving()
 
@@ -119,8 +119,8 @@ class RunLoader:
             return
         if self._hosted.learner is not None:
             raise UsageError(
-                "a pass over this loader is under way: close() its iterator to begin another one, and for anything "
-                "else go through the plain loader"
+                "a pass over this loader is in progress: close() its iterator to start another pass, and use the "
+                "plain loader for anything else"
             )
         self._held, pid = 0, os.getpid()
         with self._hosted.begin(self._model, self._optimizers, self._take_tokens) as learner:
@@ -133,10 +133,10 @@ class RunLoader:
                         if learner.finished:
                             break
                     if held is None:
-                        raise UsageError("the loader has no batch")
+                        raise UsageError("the loader is empty")
             except GeneratorExit:  # a `break` or an error in the loop's body: a generator cannot tell them apart
                 if os.getpid() == pid:  # in a forked child the learner belongs to the parent
-                    self._hosted.drop("its loop was left before")
+                    self._hosted.drop("its loop ended early")
                 raise
             self._over = True
             self._hosted.end("")

@@ -39,12 +39,14 @@ class DilocoCallback(HostedCallback, TrainerCallback):  # type: ignore[misc]
                 cannot be replaced.
         """
         if args.deepspeed:
-            raise UsageError("DeepSpeed trains copies of the parameters, so that nothing can be adopted: leave it out")
+            raise UsageError("DeepSpeed trains copies of the parameters, so globals cannot be adopted: do not use it")
         if self._hosted.counts_batches and args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = "all"
         own = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])  # inside Accelerate's wrapper
         if self._schedule is not None and not hasattr(own, "lr_lambdas"):
-            raise UsageError(f"schedule=: not with a {type(own).__name__}; say lr_scheduler_type='constant' as well")
+            raise UsageError(
+                f"schedule= cannot be combined with a {type(own).__name__}; set lr_scheduler_type='constant' too"
+            )
         self._state = state
         with self._hosted.begin(kwargs["model"], [kwargs["optimizer"]], self._step_tokens) as learner:
             if self._schedule is not None:
@@ -57,7 +59,7 @@ class DilocoCallback(HostedCallback, TrainerCallback):  # type: ignore[misc]
 
     def _step_tokens(self) -> int:
         if not self._state.num_input_tokens_seen:
-            raise UsageError(f"the Trainer does not know the model's input (`main_input_name`): {SAY_TOKENS}")
+            raise UsageError(f"the Trainer does not know the model's main input (`main_input_name`): {SAY_TOKENS}")
         if (
             not self._state.is_world_process_zero
         ):  # the Trainer has summed over ranks, and `Learner` sums again: only rank 0 reports
@@ -80,4 +82,4 @@ class DilocoCallback(HostedCallback, TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the run, and put its values into the model."""
-        self._hosted.end(f"give it more than max_steps={state.max_steps} (or epochs)")
+        self._hosted.end(f"raise max_steps={state.max_steps} (or the epochs)")

@@ -145,7 +145,7 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
             screen.show(baseline_status(folder.path, settings.tokens))
             if stop.is_set() and stopped_s is None:
                 stopped_s = time.monotonic()
-                screen.note("stopping (Ctrl-C again ends everything at once)")
+                screen.note("stopping (Ctrl-C again stops everything at once)")
                 for rank in ranks:
                     rank.send(signal.SIGTERM)
             if stopped_s is not None and time.monotonic() > stopped_s + STOP_S:

@@ -58,12 +58,12 @@ def assign(asked: str, learners: int, gpus: Sequence[str]) -> list[Place]:
         return [Place("auto")] * learners
     if asked in ("auto", "all"):
         if not gpus:
-            raise UsageError("devices='all': this machine has no GPU that torch can use; --devices cpu takes the cores")
+            raise UsageError("devices='all': torch cannot use a GPU on this machine; use --devices cpu")
         each, left = divmod(len(gpus), learners) if asked == "all" and learners < len(gpus) else (1, 0)
         if left:
             raise UsageError(
-                f"devices='all': {len(gpus)} GPUs cannot be divided among {learners} learners evenly: name them, as in "
-                "--devices 0+1,2+3"
+                f"devices='all': {len(gpus)} GPUs cannot be divided evenly among {learners} learners: list them, as "
+                "in --devices 0+1,2+3"
             )
         numbers = [f"cuda:{number}" for number in range(len(gpus))]
         asked = ",".join("+".join(numbers[first : first + each]) for first in range(0, len(gpus), each))
@@ -77,7 +77,7 @@ def devices_line(places: Sequence[Place]) -> str:
     if devices in ([""], ["cpu"]):
         return ""
     if len(devices) == len(places):
-        return f"a device for each learner: {', '.join(devices)}"
+        return f"one device per learner: {', '.join(devices)}"
     return f"{counted(len(places), 'learner')} share {counted(len(devices), 'device')} in turn: {', '.join(devices)}"
 
 
@@ -87,12 +87,12 @@ def _parse_place(asked: str, item: str, gpus: Sequence[str]) -> Place:
     numbers = [match and int(match[1]) for match in map(_GPU.fullmatch, item.split("+"))]
     if None in numbers or len(set(numbers)) < len(numbers):
         raise UsageError(
-            f"devices={asked!r}: {item!r} is no device: give cuda:0,cuda:1 and so on (0+1 for one learner), or all, "
+            f"devices={asked!r}: {item!r} is not a device: use cuda:0,cuda:1 and so on (0+1 for one learner), or all, "
             "cpu (cpu+cpu for one learner), mps or auto"
         )
     for number in numbers:
         if number is not None and number >= len(gpus):
-            there = f"there are cuda:0 to cuda:{len(gpus) - 1}" if gpus else "torch can use no GPU"
+            there = f"use cuda:0 to cuda:{len(gpus) - 1}" if gpus else "torch cannot use a GPU"
             raise UsageError(f"devices={asked!r}: cuda:{number} is not on this machine: {there}")
     here = [number for number in numbers if number is not None]
     each = "+".join(f"cuda:{rank}" for rank in range(len(here))) if len(here) > 1 else "cuda"

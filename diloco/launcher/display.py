@@ -192,7 +192,7 @@ def refusals(by_reason: dict[str, int]) -> str:
 
 def _outer_step(found: OuterStep) -> str:
     """Format the time of an outer step: '2.6 s, 130% of its room'."""
-    return f"{found['outer_s']:.2g} s, {found['share']:.0%} of its room"
+    return f"{found['outer_s']:.2g} s, {found['share']:.0%} of its budget"
 
 
 def _lost(gone: TokensLost) -> str:
@@ -222,7 +222,7 @@ class _Progress:
     def __init__(self, status: Status) -> None:
         self._bar = ProgressBar(total=1.0, completed=min(1.0, status["progress"]))
         self._figures = Text(
-            f"{trained(status)}, {duration(status['elapsed_s'])} gone, {duration(time_left(status))} left"
+            f"{trained(status)}, {duration(status['elapsed_s'])} elapsed, {duration(time_left(status))} left"
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -270,7 +270,7 @@ def plain_line(status: Status) -> str:
         *([f"refused {refusals(status['refused'])}"] if status["refused"] else []),
         *([f"outer step {_outer_step(status['outer_step'])}"] if status["outer_step"] is not None else []),
         *([f"syncers {_syncers(status)}"] if len(status["syncers"]) > 1 else []),
-        f"{duration(status['elapsed_s'])} gone",
+        f"{duration(status['elapsed_s'])} elapsed",
         f"{duration(time_left(status))} left",
     ]
     return " | ".join(parts) + "".join(f" | warning: {warning}" for warning in status["warnings"])

@@ -61,7 +61,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     """
     from diloco.launcher.plot import draw
 
-    typer.echo(f"all processes have ended; writing text, picture and report to {folder.path}")
+    typer.echo(f"all processes have ended; writing text, plot and report to {folder.path}")
     checkpoint: Place | None = None
     text = None
     _write(
@@ -77,7 +77,9 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     outcome.checkpoint = None if checkpoint is None else str(checkpoint)
     unsaved = checkpoint is not None and not is_of(checkpoint, outcome.ledger_inputs.heads)
     if unsaved:
-        outcome.warnings.append(f"the run's last state was not saved: {checkpoint} and the text have an earlier one")
+        outcome.warnings.append(
+            f"the run's last state was not saved: {checkpoint} and the text are from an earlier state"
+        )
     report = build(outcome)
     picture = folder.path / PICTURE_FILE
     shown = ("learner_killed", "learner_started", "learner_died", "syncer_died")
@@ -97,6 +99,6 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     if settings.json_report is not None:
         _write(whole, settings.json_report)
     if unsaved:
-        raise DilocoError(f"the run's last state was not saved; the logs in {folder.logs} say why")
+        raise DilocoError(f"the run's last state was not saved; see the logs in {folder.logs} for the reason")
     if checkpoint is None:
-        raise DilocoError(f"the run left no checkpoint; the logs in {folder.logs} say why")
+        raise DilocoError(f"the run left no checkpoint; see the logs in {folder.logs} for the reason")

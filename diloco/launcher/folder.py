@@ -249,14 +249,17 @@ def choose(settings: RunProcess) -> Folder:
         kept = goes_on(settings, path) or _has_no_checkpoint(path, settings)
         if not (settings.overwrite or _never_stepped(path) or kept):
             raise UsageError(
-                f"output folder {path} is not empty, and has no checkpoint of a run to go on with: choose another "
-                "--out, or give --overwrite to empty it"
+                f"output folder {path} is not empty, and does not have a run's checkpoint to continue from: choose a "
+                "different --out, or pass --overwrite to empty it"
             )
         if not (path / SETTINGS_FILE).is_file():
-            raise UsageError(f"output folder {path} holds something else than a run: --overwrite will not empty it")
+            raise UsageError(
+                f"output folder {path} holds something other than a run, so --overwrite does not empty "
+                "it: choose a different --out"
+            )
         if settings.overwrite and settings.resume is not None and _checkpoint_is_in(settings.resume, path):
             raise UsageError(
-                f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
+                f"the checkpoint to resume is in {path}, and --overwrite would delete it: choose a different --out"
             )
         _check_ended(path)
     folder = Folder(path)
@@ -267,7 +270,7 @@ def choose(settings: RunProcess) -> Folder:
         raise UsageError(f"--out {path} cannot be written: {error_text(error)}") from error
     if settings.json_report is not None:
         if settings.json_report.is_dir():
-            raise UsageError(f"--json-report {settings.json_report} is a folder: give a file's name")
+            raise UsageError(f"--json-report {settings.json_report} is a folder: give a file name")
         _check_writable(settings.json_report, "--json-report")
     if settings.record_deltas is not None:
         _check_recording(folder, folder.recording(settings.record_deltas))
@@ -328,7 +331,9 @@ def _check_recording(folder: Folder, recording: Path) -> None:
         own = {folder.logs.name, folder.checkpoints.name, folder.tape.name, folder.learners.name, *files}
         below = recording.resolve().relative_to(folder.path.resolve()).parts
         if not below or below[0] in own:
-            raise UsageError(f"--record-deltas {recording}: choose another name, the run uses that one itself")
+            raise UsageError(
+                f"--record-deltas {recording}: choose a different name, since the run uses this one itself"
+            )
     if not inside and recording.is_dir() and any(recording.iterdir()):
         raise UsageError(f"--record-deltas {recording} is not empty: choose another folder")
     _check_writable(recording / SETTINGS_FILE, "--record-deltas")
@@ -343,7 +348,7 @@ def _check_ended(path: Path) -> None:
     while alive := [name for name, pid in pids.items() if is_running(pid)]:
         if "launcher" in alive or time.monotonic() > until:
             told = ", ".join(f"{name} is process {pids[name]}" for name in alive)
-            raise UsageError(f"the run in {path} is alive ({told}): stop it first, or choose another --out")
+            raise UsageError(f"the run in {path} is alive ({told}): stop it first, or choose a different --out")
         time.sleep(0.1)
 
 
@@ -383,8 +388,8 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     own = settings.out is not None and goes_on(settings, settings.out)
     if settings.tokens <= checkpoint.state.counted_tokens and not own:
         raise UsageError(
-            f"{checkpoint.folder} has trained {trained} tokens, and the budget is {settings.tokens}: "
-            "give a larger one with --tokens (trained tokens, the earlier part included)"
+            f"{checkpoint.folder} has trained {trained} tokens, but the budget is {settings.tokens}: pass a larger "
+            "one with --tokens (trained tokens, including the earlier part)"
         )
     known = in_whole_tokens(known_elements(checkpoint), checkpoint.layout.elements, trained)
     origin = Origin(str(checkpoint.folder), trained, *known)

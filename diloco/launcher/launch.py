@@ -51,8 +51,8 @@ def places_of(settings: RunProcess) -> list[Place]:
     places = assign(settings.devices, settings.learners, names(count_gpus(), os.environ.get(VISIBLE)))
     if settings.method == "data-parallel" and any(place.ranks > 1 for place in places):
         raise UsageError(
-            f"devices={settings.devices!r}: a set of devices for one learner needs another --method: the data-parallel "
-            "baseline has one process for each; give as many --learners as devices"
+            f"devices={settings.devices!r}: the data-parallel baseline has one process per device: pass as many "
+            "--learners as devices, or use a different --method for a set of devices per learner"
         )
     for ranks in {place.ranks for place in places}:
         check_set(ranks, settings.batch, settings.sharding, settings.compile)

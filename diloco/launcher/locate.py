@@ -23,7 +23,7 @@ RUNS = Path("runs")
 RUN_FILE = "run.json"
 REPORT_FILE = "report.json"
 # What to do about a damaged `RUN_FILE`.
-DAMAGED = "if that run is over, delete the file; if it goes on, look at it by --redis-url and --run"
+DAMAGED = "if that run is over, delete the file; if it is still running, use --redis-url and --run instead"
 # Tolerance of `began_before`: the clock may have been set by at most this much since the machine was started.
 CLOCK_S = 60.0
 
@@ -141,7 +141,7 @@ def server_url(settings: ServerSettings) -> str:
         UsageError: none is named.
     """
     if (url := settings.bus_url()) is None:
-        raise UsageError("which Redis? Give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
+        raise UsageError("no Redis is set: pass --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
     return url
 
 
@@ -150,7 +150,10 @@ def no_redis(place: Place) -> str:
     if place.closing:
         return f"the run in {place} has ended, and its report is being written"
     if place.folder is not None and is_live(place.folder):
-        return f"the run in {place} goes on without a Redis: diloco status {place} shows it, Ctrl-C there ends it"
+        return (
+            f"the run in {place} runs without a Redis: use `diloco status {place}` to see it, and Ctrl-C in its "
+            "terminal to end it"
+        )
     return f"{place} is over already"
 
 
@@ -160,7 +163,7 @@ def ended_without_report(folder: Path) -> str:
     how = f"was {ended}" if ended else "ended without a report"
     said = f"the run in {folder} {how}; its logs are in {folder / 'logs'}"
     if any((folder / "checkpoints").glob("**/latest")):
-        said += f". To go on from its last checkpoint: the same command again, with --out {folder}"
+        said += f". To continue from its last checkpoint, repeat the command with --out {folder}"
     return said
 
 
@@ -182,13 +185,15 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
             of_run = f" {settings.run!r}"
         if not candidates:
             raise UsageError(
-                f"no run{of_run} in ./{RUNS}: name its output folder, or give --redis-url (or DILOCO_REDIS_URL)"
+                f"no run{of_run} in ./{RUNS}: give its output folder, or pass --redis-url (or set DILOCO_REDIS_URL)"
             )
         folder = max(candidates, key=lambda found: found.stat().st_mtime)
     if (folder / REPORT_FILE).is_file():
         return Place(settings.run, None, folder)
     if not (folder / RUN_FILE).is_file():
-        raise UsageError(f"{folder} is no output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}")
+        raise UsageError(
+            f"{folder} is not an output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}"
+        )
     live = RunFile.read(folder)
     if not is_live(folder):
         raise UsageError(ended_without_report(folder))

@@ -24,21 +24,30 @@ def check(settings: RunProcess) -> None:
         if unused := unused_by_baseline(settings):
             needs, them = ("needs", "it") if len(unused) == 1 else ("need", "them")
             ways = "; ".join(unused)
-            raise UsageError(f"{ways} {needs} another --method: the data-parallel baseline has no use for {them}")
+            raise UsageError(f"{ways} {needs} a different --method: the data-parallel baseline does not use {them}")
     elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
         smaller = "" if settings.resume is not None else "a smaller --quorum or "  # a resumed run keeps its quorum
         raise UsageError(
-            f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
-            f"cannot join; give more --learners or {smaller}--redis-port so that others can join"
+            f"quorum={settings.quorum}: with learners={settings.learners} there would never be a merge, and others "
+            f"cannot join; pass more --learners or {smaller}--redis-port so that others can join"
         )
     if settings.method != "data-parallel":
         check_outer(settings)
-    whose = "" if settings.resume is None else " (the resumed run's, unless you say where it is now: --data)"
+    whose = (
+        ""
+        if settings.resume is None
+        else (" (this path comes from the resumed run; pass --data if the data has moved)")
+    )
     check_data(settings.data, whose)
     if settings.http_port and settings.http_port + settings.syncers - 1 > 65535:
-        raise UsageError(f"http_port={settings.http_port}: each syncer takes one more port, and 65535 is the last")
+        raise UsageError(
+            f"http_port={settings.http_port}: each syncer takes the next port, and the last would be "
+            "above 65535: use a lower one"
+        )
     if settings.redis_url is not None and settings.redis_port is not None:
-        raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
+        raise UsageError(
+            "--redis-port is for the embedded Redis, but --redis-url sets a different one: leave out one of them"
+        )
 
 
 def check_model_name(model: str) -> HfModel | None:
@@ -63,7 +72,7 @@ def check_data(data: str, whose: str = "") -> None:
     from diloco.workers.trainer.data.text_sources import DATA_SET  # imports numpy
 
     if not data.startswith(DATA_SET):
-        remedy = "name one, or hf:OWNER/NAME, or leave it out: stdlib"
+        remedy = "give an existing one or hf:OWNER/NAME, or leave it out to use stdlib"
         raise UsageError(f"data={data!r}: no such file or folder here{whose}", remedy)
     if find_spec("datasets") is None:
         raise UsageError(missing("datasets", "data", f"data={data!r}"))
@@ -98,10 +107,12 @@ def check_demo(settings: DemoProcess) -> None:
         UsageError: some contradict each other; the message names them.
     """
     if settings.method == "data-parallel":
-        raise UsageError("`diloco demo` needs another --method: the data-parallel baseline stops when a process dies")
+        raise UsageError(
+            "`diloco demo` needs a different --method: the data-parallel baseline stops when a process dies"
+        )
     if settings.learners < 2:
-        raise UsageError("`diloco demo` needs --learners 2 or more: it shows that the others go on")
+        raise UsageError("`diloco demo` needs --learners 2 or more: it shows that the others continue")
     if settings.kill_learner >= settings.learners:
-        raise UsageError(f"kill_learner={settings.kill_learner}: there are learners 0 to {settings.learners - 1}")
+        raise UsageError(f"kill_learner={settings.kill_learner}: use a number from 0 to {settings.learners - 1}")
     if settings.restart_at <= settings.kill_at:
         raise UsageError(f"restart_at={settings.restart_at} must come after kill_at={settings.kill_at}")

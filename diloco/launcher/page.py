@@ -59,12 +59,12 @@ async def served(
         return await read_status(bus, clock)
 
     def ready() -> tuple[bool, str]:
-        return True, "it only watches"
+        return True, "the page only watches the run"
 
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
     http = await start_http(status, ready, registry, collector.follow, host, port, token)
-    asks = " (it asks for DILOCO_HTTP_TOKEN)" if token else ""
+    asks = " (it requires DILOCO_HTTP_TOKEN)" if token else ""
     address = f"http://{_reached(host, http.addresses[0][1])}/"
     tell(f"page {address}{asks}")
     collecting = asyncio.create_task(collector.run())
@@ -126,7 +126,7 @@ def reporting_bugs(what: str, tell: Callable[[str], None]) -> Iterator[None]:
         raise
     except Exception as error:
         structlog.get_logger().error("not_shown", what=what, exc_info=error)
-        tell(f"{what} could not be made: {type(error).__name__}: {error}")
+        tell(f"{what} could not be created: {type(error).__name__}: {error}")
 
 
 def folder_of_page(file: Path) -> Path | None:
@@ -149,5 +149,5 @@ def write_page(model: Model, file: Path) -> str:
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror or error}") from error
     except (UnicodeError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be written, what it is to show is damaged: {error}") from error
+        raise UsageError(f"{file} cannot be written, because its data is damaged: {error}") from error
     return file.resolve().as_uri()

@@ -214,7 +214,7 @@ def _final_loss(evaluations: Sequence[Evaluation], warnings: list[str]) -> float
         return final.loss
     if not evaluations:
         return None
-    warnings.append("there was no final evaluation: global_val_loss is the last one before the end")
+    warnings.append("there was no final evaluation: global_val_loss is the last one before it")
     return evaluations[-1].loss
 
 
@@ -230,7 +230,7 @@ def build(outcome: Outcome) -> Report:
         parts = accounts(outcome.records, outcome.ledger_inputs, outcome.layout)
         sums = totals(parts, outcome.layout)
         if surviving(outcome.records, outcome.ledger_inputs.heads)[1]:
-            warnings.append("the bus came back at an earlier state: merges that it lost are not counted as merged")
+            warnings.append("the bus came back in an earlier state: merges that it lost are not counted as merged")
     else:  # in the baseline every gradient is in the mean of its step, so no token is lost
         parts = []
         trained = sum(report.tokens for report in outcome.ledger_inputs.reports)
@@ -286,7 +286,7 @@ def build(outcome: Outcome) -> Report:
 
 
 def _ratio(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.2f} of before"
+    return "not measured" if value is None else f"{value:.2f} of that before"
 
 
 def _demo_lines(demo: dict[str, Any]) -> list[str]:
@@ -294,11 +294,13 @@ def _demo_lines(demo: dict[str, Any]) -> list[str]:
     lines = [
         f"{demo['learner']} was killed at {demo['killed_at']:.0%} of the budget. The others' step rate: "
         f"{_ratio(demo['ratio_while'])} while it was away, {_ratio(demo['ratio_after'])} after its restart.",
-        f"Tokens of the others rejected: {rejected['before']} before, {rejected['while']} while it was away, "
+        f"Rejected tokens of the others: {rejected['before']} before, {rejected['while']} while it was away, "
         f"{rejected['after']} after; {f'{died} tokens of others died' if died else 'none of them died'}.",
     ]
     if lost := demo.get("run_lost"):
-        lines.append(f"The run lost with it {lost['died']} of its {lost['trained_tokens']} tokens, not merged before.")
+        lines.append(
+            f"With it the run lost {lost['died']} of its {lost['trained_tokens']} tokens, which were not merged yet."
+        )
     return lines
 
 
@@ -314,7 +316,7 @@ def ledger_line(report: Report) -> str:
 def _loss(loss: float | None, measured: bool) -> str:
     """Return the line about the global loss; measured: whether it was measured at least once."""
     if not measured:
-        return "no global validation loss is known: no evaluator has measured one"
+        return "the global validation loss is not known, because no evaluator has measured it"
     return f"global validation loss {'not a number' if loss is None else f'{loss:.4f}'} nats per token"
 
 
@@ -363,7 +365,7 @@ def read_report(file: Path) -> Report:
         summary(report)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"{file} is no report of `diloco run`, or damaged ({type(error).__name__}: {error})"
+            f"{file} is not a report of `diloco run`, or is damaged ({type(error).__name__}: {error})"
         ) from error
     return report
 

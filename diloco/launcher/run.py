@@ -71,10 +71,10 @@ MARGIN_S = 15.0
 
 # Notes for the user, by where a learner's moments came from. There is none for learners that begin with the run.
 MOMENTS = {
-    "checkpoint": "goes on with the moments that it had saved",
-    "optimizer": "goes on with the moments that its trainer has loaded",
-    "peer": "begins with the moments of another learner",
-    "fresh": "begins with fresh moments, and a ramp of its learning rate",
+    "checkpoint": "continues with its saved moments",
+    "optimizer": "continues with the moments that its trainer loaded",
+    "peer": "starts with the moments of another learner",
+    "fresh": "starts with fresh moments and a learning-rate ramp",
 }
 
 
@@ -200,7 +200,7 @@ class Launcher:
             ends_s = self._settings.drain_s + self._settings.leave_s + 2 * MARGIN_S
             ends_s += 2 * self._settings.lease_s  # time for another syncer to take over from one that died in the drain
             if self._drained_from_s is not None and self._clock.now() > self._drained_from_s + ends_s:
-                self._warn("the run did not finish its drain in time: SIGTERM to its processes")
+                self._warn("the run did not drain in time: sending SIGTERM to its processes")
                 self._children.terminate()
                 return
             await _pause(stop)
@@ -214,8 +214,8 @@ class Launcher:
             return
         path = self._folder.path
         self._warn(
-            f"the output folder {path} was moved or deleted: the run goes on, and saves its last checkpoint there. "
-            "There will be no report; the tape and the logs of before are where that folder is now, if anywhere"
+            f"the output folder {path} was moved or deleted: the run continues, and saves its last checkpoint there. "
+            "There will be no report; earlier tape and logs are still in the original folder, if it exists"
         )
         self._folder.logs.mkdir(parents=True, exist_ok=True)
         if not is_output(path):
@@ -268,10 +268,12 @@ class Launcher:
             self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
             name = "evaluator_died" if child.name == "evaluator" else "learner_died"
             if training and child.name in self.own:
-                self._screen.note(f"start it again: {self.route.command('learner', self._settings.run, child.name)}")
+                self._screen.note(
+                    f"start it again with: {self.route.command('learner', self._settings.run, child.name)}"
+                )
             await self._event(name, child.name, child.ending())
         if training and not self._has_learner(status):
-            raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].describe_end())
+            raise ChildDied("there are no learners left. " + self._children.named("learner-")[-1].describe_end())
 
     async def _check_syncers(self, status: Status) -> None:
         """Warn of the death of a syncer if others can take its fragments over, and raise ChildDied if none is left."""
@@ -317,7 +319,7 @@ class Launcher:
         update = {"phase": Phase.DRAINING, "reason": "stopped by the user"}
         await self._bus.write_state(state.model_copy(update=update))
         self.stopped = True  # only after the write: if that failed, the next tick asks again
-        self._screen.note("stopping: gathering the last deltas (Ctrl-C again ends everything at once)")
+        self._screen.note("stopping: gathering the last deltas (Ctrl-C again stops everything at once)")
         return False
 
     # --- end ----------------------------------------------------------------------------------------
@@ -333,10 +335,10 @@ class Launcher:
             if there := [child.name for child in children if child.alive]:
                 self._screen.note(f"waiting for {', '.join(there)} {awaited}")
             for left in await _gone(children, limit_s):
-                self._warn(f"{left.name} was still running {limit_s:.0f} s after the run's end: SIGTERM")
+                self._warn(f"{left.name} was still running {limit_s:.0f} s after the run's end: sending SIGTERM")
                 left.send(signal.SIGTERM)
             for left in await _gone(children, stopping_s):
-                self._warn(f"{left.name} did not end after SIGTERM: SIGKILL")
+                self._warn(f"{left.name} did not end after SIGTERM: sending SIGKILL")
                 left.kill_group()
                 left.expected_end = True
         for child in (*self._children.named("syncer"), self._children["evaluator"]):
@@ -352,15 +354,15 @@ class Launcher:
         self._check_folder()
         if self._moved:
             raise DilocoError(
-                f"the output folder {self._folder.path} was moved or deleted while the run was under way, so there is "
-                f"no report. The run came to its end; what it saved since is in {self._folder.checkpoints}"
+                f"the output folder {self._folder.path} was moved or deleted during the run, so there is no report. "
+                f"The run has ended; what it saved since then is in {self._folder.checkpoints}"
             )
         data = await self._bus.read_spec()
         state = await self._bus.read_state()
         if data is None or state is None:
             if self._progress:
                 where, logs = self._folder.checkpoints, self._folder.logs
-                raise DilocoError(f"Redis has lost the run: what is saved of it is in {where}; the logs are in {logs}")
+                raise DilocoError(f"Redis has lost the run: what it saved is in {where}; the logs are in {logs}")
             return None
         status = await self._status.read()
         if not status["fragments"]:
@@ -449,7 +451,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
         async with open_bus(url, settings.run) as bus:
             own = goes_on(settings, folder.path) and not await bus.read_syncers()
             if await bus.read_spec() is not None and not own:
-                raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
+                raise UsageError(f"that Redis already has a run {settings.run!r}: choose another --run name")
             info = await bus.info()
             folder.make(settings, url)  # only after all checks that can refuse the run
             stack.callback(
@@ -490,7 +492,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
         budget = settings.tokens if "tokens" in settings.model_fields_set else saved.state.budget_tokens
         if saved.state.is_done(budget):
             done = f"the run in {settings.out} is finished, with {count(saved.state.tokens)} tokens"
-            print(f"{done}. To train on, give more --tokens; to begin anew, --overwrite")
+            print(f"{done}. To train further, pass more --tokens; to start from scratch, pass --overwrite")
             return 0
         settings = settings.model_copy(update={"resume": str(saved.folder)})
     settings, origin = resume(settings)
@@ -509,8 +511,8 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     try:
         outcome = asyncio.run(run)
     except asyncio.CancelledError as error:
-        folder.mark_ended("ended at once by a second signal")
-        raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
+        folder.mark_ended("stopped at once by a second signal")
+        raise DilocoError(f"a second signal stopped everything at once; logs in {folder.logs}") from error
     if outcome is None:
         end_with(0)
         folder.mark_ended("stopped before its first step")
@@ -523,5 +525,5 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
 
 @takes(RunProcess, omit=CHOSEN_BY_LAUNCHER, moved=OF_DEMO | OF_ONE_LEARNER)
 def command(settings: RunProcess) -> None:
-    """Train on this machine: an embedded Redis, a syncer, learners and an evaluator, one display, one report."""
+    """Train on this machine: an embedded Redis, a syncer, learners and an evaluator, one display and one report."""
     raise typer.Exit(main(settings))

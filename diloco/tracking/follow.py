@@ -57,14 +57,14 @@ class Notes:
             found = read_object(self._file) if self._file.exists() else {}
             if found and found.get("run") != run:
                 name = found.get("run")
-                raise UsageError(f"--into {folder} has curves of run {name!r}: name another folder for {run!r}")
+                raise UsageError(f"--into {folder} has curves of run {name!r}: choose a different folder for {run!r}")
         except BlockingIOError as error:
             self.close()
-            raise UsageError(f"--into {folder}: another watcher writes there; name another folder") from error
+            raise UsageError(f"--into {folder}: another watcher is writing there; choose a different folder") from error
         except OSError as error:
             self.close()
             why = f"cannot be locked: {error.strerror or error}"
-            raise UsageError(f"--into {folder} {why}; name another folder") from error
+            raise UsageError(f"--into {folder} {why}; choose a different folder") from error
         except UsageError:
             self.close()
             raise
@@ -88,7 +88,7 @@ class Notes:
                 self.save()
             if self._began_s != began_s:
                 raise UsageError(
-                    f"--into {self._folder} has curves of an earlier run named {self.run!r}: name another folder"
+                    f"--into {self._folder} has curves of an earlier run named {self.run!r}: choose a different folder"
                 )
 
     def put(self, kind: str, points: list[Point], tracker: Tracker) -> None:
@@ -148,7 +148,7 @@ async def _follow(url: str, run: str, writer: Writer) -> None:
             try:
                 poll = await reader.poll()
             except BusError as error:
-                typer.echo(f"Redis does not answer ({error}); asking again every {EVERY_S:g} s", err=True)
+                typer.echo(f"Redis is not answering ({error}); retrying every {EVERY_S:g} s", err=True)
             else:
                 writer.see(poll)
                 if max(len(poll.records), len(poll.evaluations)) >= MAX_READ:
@@ -156,17 +156,17 @@ async def _follow(url: str, run: str, writer: Writer) -> None:
                 if poll.status["phase"] != Phase.FINISHED:
                     over_s = None
                     if not (said or poll.shares):
-                        typer.echo(f"nothing is known of run {run!r} yet: waiting for it to begin")
+                        typer.echo(f"nothing is known about run {run!r} yet: waiting for it to start")
                         said = True
                 elif over_s is None:
                     over_s = (
                         clock.now()
                     )  # poll once more: this poll read the tape before the state, so the last merges may be missing
                 elif (last := poll.status["evaluation"]) is None or last["final"]:
-                    typer.echo(f"run {run!r} is finished, and its curves are whole")
+                    typer.echo(f"run {run!r} is finished, and its curves are complete")
                     return
                 elif clock.now() > over_s + LAST_S:
-                    typer.echo(f"run {run!r} is finished; no evaluation of its last model came in {LAST_S:g} s")
+                    typer.echo(f"run {run!r} is finished; its last model was not evaluated within {LAST_S:g} s")
                     return
             with suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S if over_s is None else min(1, EVERY_S)):
@@ -188,7 +188,7 @@ def follow(url: str, run: str, kind: str, folder: Path | None) -> None:
         DilocoError: the folder cannot be written any more.
     """
     if kind not in PACKAGES:
-        raise UsageError(f"--to {kind}: there are {', '.join(PACKAGES)}")
+        raise UsageError(f"--to {kind}: use one of {', '.join(PACKAGES)}")
     check_package(kind)
     folder = folder or Path("tracked") / kind / run
     notes = Notes(folder, run, kind)
@@ -196,7 +196,7 @@ def follow(url: str, run: str, kind: str, folder: Path | None) -> None:
         tracker: Tracker = TensorBoard(folder) if kind == "tensorboard" else Wandb(folder, run, notes.life)
         try:
             writer = Writer(notes, tracker)
-            typer.echo(f"writing run {run!r} to {folder} until it is finished or Ctrl-C; the run does not notice")
+            typer.echo(f"writing run {run!r} to {folder} until it is finished or Ctrl-C; this does not affect the run")
             try:
                 asyncio.run(_follow(url, run, writer))
                 writer.end()
@@ -204,6 +204,6 @@ def follow(url: str, run: str, kind: str, folder: Path | None) -> None:
                 tracker.close()
                 notes.save()
         except OSError as error:
-            raise DilocoError(f"--into {folder} cannot be written any more: {error}") from error
+            raise DilocoError(f"--into {folder} can no longer be written: {error}") from error
     finally:
         notes.close()

@@ -88,7 +88,9 @@ class Wandb:
         try:
             self._run = wandb.init(id=life, name=run, dir=str(folder), resume="allow")
         except wandb.errors.Error as error:
-            raise UsageError(f"Weights & Biases: {error} (without an account or a line: WANDB_MODE=offline)") from error
+            raise UsageError(
+                f"Weights & Biases: {error} (without an account or a connection, set WANDB_MODE=offline)"
+            ) from error
         self._run.define_metric("*", step_metric="tokens")
         self._run.define_metric(f"{ROUND}*", step_metric="round")
 

@@ -218,7 +218,7 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
             "syncers and learners can restore it only if some of them are still running",
             "save checkpoints (--checkpoint-dir on each syncer), or use your own server with appendonly yes",
         )
-    lost = "the last minutes" if server.save else "all"
+    lost = "the last minutes" if server.save else "everything"
     if server.save is None:
         lost = "everything since its last snapshot, if it takes any"
     if checkpoints:

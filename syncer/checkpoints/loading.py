@@ -102,7 +102,10 @@ class Checkpoint:
         vectors = {name: _vector(tensor, elements, file) for name, tensor in _tensors(data, file).items()}
         values = vectors.get(GLOBALS)
         if values is None or payload_digest(as_bytes(values), self.spec.sync.chunk_bytes) != saved.digest:
-            raise UsageError(f"{file}: fragment {p} does not have the digest in {STATE_FILE}: is it another run's?")
+            raise UsageError(
+                f"{file}: fragment {p} does not have the digest in {STATE_FILE}: it may belong to "
+                "another run; use another copy of the checkpoint"
+            )
         return values, vectors.get(MOMENTUM)
 
     def check(self) -> None:
@@ -113,7 +116,7 @@ class Checkpoint:
         """
         if len(self.fragments) != len(self.layout.fragments):
             raise UsageError(
-                f"{self.folder}/{STATE_FILE}: {len(self.fragments)} fragments, the spec has "
+                f"{self.folder}/{STATE_FILE}: {len(self.fragments)} fragments, but the spec has "
                 f"{len(self.layout.fragments)}"
             )
         for p in range(len(self.fragments)):
@@ -200,7 +203,7 @@ def find_checkpoint(place: str | Path) -> Place:
     except OSError as error:
         raise UsageError(f"cannot look for a checkpoint: {error_text(error)}") from error
     raise NoCheckpoint(
-        f"{place} is no checkpoint: expected a folder with {STATE_FILE}, or one where a run has saved its checkpoints"
+        f"{place} is not a checkpoint: give a folder with {STATE_FILE}, or one where a run has saved its checkpoints"
     )
 
 
@@ -262,8 +265,8 @@ def _newest(directory: Place) -> Place:
     if there and LATEST not in directory.names():  # a copy or the first save was interrupted
         structlog.get_logger().warning("latest_missing", path=f"{directory}/{LATEST}", taken=there[-1])
         return directory.below(there[-1])
-    found = f"there are {', '.join(there)}: name one of them" if there else "and there is no other"
-    raise UsageError(f"{directory}/{LATEST} names {name!r}, which is no checkpoint folder; {found}")
+    found = f"choose one of {', '.join(there)}" if there else "and there are no others"
+    raise UsageError(f"{directory}/{LATEST} names {name!r}, which is not a checkpoint folder; {found}")
 
 
 def open_checkpoint(folder: Place) -> Checkpoint:
@@ -286,11 +289,11 @@ def _check_manifest(folder: Place, saved: SavedState, data: bytes) -> None:
     sums = parse_sums(_read(folder, SUMS_FILE).decode(errors="replace"), where)
     for file, digest in {one.file: one.sha256 for one in saved.fragments}.items():
         if file not in sums:
-            raise UsageError(f"{where} is damaged: it does not name {file}")
+            raise UsageError(f"{where} is damaged: it does not list {file}")
         if digest != sums[file]:
             raise damaged(f"{folder}/{STATE_FILE}")
     if STATE_FILE not in sums:
-        raise UsageError(f"{where} is damaged: it does not name {STATE_FILE}")
+        raise UsageError(f"{where} is damaged: it does not list {STATE_FILE}")
     if sums[STATE_FILE] != hashlib.sha256(data).hexdigest():
         raise damaged(f"{folder}/{STATE_FILE}")
 
@@ -300,7 +303,7 @@ def _read(folder: Place, name: str) -> bytes:
         return folder.read(name)
     except FileNotFoundError as error:
         raise UsageError(
-            f"{folder}/{name} is missing: this is not a whole checkpoint; take another one or another copy"
+            f"{folder}/{name} is missing, so the checkpoint is incomplete; use another checkpoint or copy"
         ) from error
     except OSError as error:
         raise UsageError(f"cannot read {folder}/{name}: {error_text(error)}") from error
@@ -315,7 +318,7 @@ def _tensors(data: bytes, file: str) -> Mapping[str, Tensor]:
 
 def _vector(tensor: Tensor, elements: int, file: str) -> Float32:
     if (tensor.dtype, tensor.shape) != ("F32", (elements,)):
-        raise UsageError(f"{file} has {tensor.dtype} {tensor.shape} where the spec says F32 ({elements},)")
+        raise UsageError(f"{file} has {tensor.dtype} {tensor.shape} instead of the spec's F32 ({elements},)")
     vector: Float32 = np.frombuffer(tensor.read(), "<f4")
     return vector
 

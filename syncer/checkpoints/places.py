@@ -34,12 +34,12 @@ STORES: Final[Mapping[str, tuple[str, str]]] = {
 # Meaning of errors of the stores' clients, by type name, so that the clients need not be imported for it.
 WORDS: Final[Mapping[str, str]] = {
     "NoCredentialsError": "there are no credentials in the environment",
-    "PartialCredentialsError": "the credentials in the environment are not complete",
+    "PartialCredentialsError": "the credentials in the environment are incomplete",
     "PermissionError": "the credentials in the environment do not permit it",
-    "FileNotFoundError": "there is no such bucket or folder",
+    "FileNotFoundError": "no such bucket or folder",
     "EndpointConnectionError": "the network or the store cannot be reached",
     "ConnectTimeoutError": "the network or the store cannot be reached",
-    "ReadTimeoutError": "the store does not answer",
+    "ReadTimeoutError": "the store is not answering",
     "ClientConnectorError": "the network or the store cannot be reached",
 }
 
@@ -96,16 +96,18 @@ def place_of(place: str | Path) -> Place:
         return Folder(Path(place))
     protocol, slashes, path = place.partition("://")
     if not slashes:
-        raise UsageError(f"{place}: an address has two slashes, {place.replace(':/', '://', 1)}; a folder is ./{place}")
+        raise UsageError(
+            f"{place}: write an address with two slashes, {place.replace(':/', '://', 1)}, or a folder as ./{place}"
+        )
     if protocol == "file":
-        raise UsageError(f"{place}: give the folder itself, {path or '/path'}")
+        raise UsageError(f"{place}: give only the folder, {path or '/path'}")
     if protocol not in STORES:
         raise UsageError(
-            f"{place}: a killed syncer might leave a partial file in a store of this kind; "
-            "give a folder, s3://bucket/path or gs://bucket/path"
+            f"{place}: if a syncer is killed, it might leave a partial file in this kind of store; use a folder, "
+            "s3://bucket/path or gs://bucket/path"
         )
     if not path.strip("/") or path.startswith("/"):
-        raise UsageError(f"{place}: name a bucket, {protocol}://bucket/path")
+        raise UsageError(f"{place}: add a bucket, {protocol}://bucket/path")
     package, extra = STORES[protocol]
     try:
         fsspec = importlib.import_module("fsspec")
@@ -220,7 +222,7 @@ class Store:
             try:
                 data: bytes = self._files.cat_file(f"{self._address}/{name}")
             except FileNotFoundError as error:
-                raise FileNotFoundError(f"{self._address}/{name} is not there") from error
+                raise FileNotFoundError(f"{self._address}/{name} does not exist") from error
         return data
 
     def write(self, name: str, parts: Iterable[Part]) -> None:

@@ -56,20 +56,20 @@ async def restore_checkpoint(
         LeaseLost: another syncer took over.
     """
     if spec.tensors != checkpoint.spec.tensors:
-        raise UsageError(f"{checkpoint.folder} holds another model than the one to be trained")
+        raise UsageError(f"{checkpoint.folder} holds a different model from the one to be trained")
     fragments = checkpoint.layout.fragments
     heads = await bus.read_heads([fragment.id for fragment in fragments])
     proposed = await bus.propose_spec(encode(spec))
     if (held := readable(Spec, proposed)) != spec:
         if any(heads) or not await bus.replace_spec(encode(spec), proposed):
-            raise UsageError(f"the run already has another spec: {taken(bus)}")
+            raise UsageError(f"the run already has a different spec: {taken(bus)}")
         differs = "it cannot be read" if held is None else differences(spec, held)
         structlog.get_logger().warning("proposal_replaced", by=str(checkpoint.folder), differs=differs)
     for p, (head, mine) in enumerate(zip(heads, checkpoint.fragments, strict=True)):
         if head is None:
             continue
         if head.version != mine.version or head.digest != await offload(_digest, checkpoint, p, spec):
-            raise UsageError(f"the run was started before: {taken(bus)}")
+            raise UsageError(f"the run has already been started: {taken(bus)}")
     if not any(heads):
         await bus.write_state(checkpoint.state if finished else _restored_run(checkpoint, spec, clock))
         try:
@@ -86,7 +86,7 @@ async def restore_checkpoint(
 async def _restore_data(bus: Bus, checkpoint: Checkpoint) -> None:
     order = checkpoint.data_order
     if order is not None and await bus.propose_data_order(order) != order:
-        raise UsageError(f"the run already has another data order: {taken(bus)}")
+        raise UsageError(f"the run already has a different data order: {taken(bus)}")
     if await bus.count_epochs() == 0:
         await bus.restore_shards(checkpoint.shards)
     else:
@@ -97,8 +97,8 @@ def taken(bus: Bus) -> str:
     """Return advice for the case that another run has the name."""
     run = bus.keys.run
     return (
-        "to take part in it, leave --resume out; to begin with the checkpoint, give a --run name that is not in use. "
-        f"If that run is no longer needed, and nothing works on it, `diloco runs delete {run}` frees the name"
+        "to join it, leave out --resume; to start from the checkpoint, choose a --run name that is not in use. If "
+        f"that run is no longer needed and has no parties, `diloco runs delete {run}` frees the name"
     )
 
 

@@ -201,7 +201,7 @@ async def _read_fragment(
     while True:
         (head,) = await bus.read_heads([layout.id])
         if head is None:
-            raise UsageError(f"fragment {layout.id} has no version yet: there is nothing to save")
+            raise UsageError(f"fragment {layout.id} has no version yet, so there is nothing to save")
         try:
             return head, *await pull_state(bus, head, layout.elements, layout.sync(sync), offload)
         except BadPayload:
@@ -217,7 +217,7 @@ async def _read_fragment(
 def _write_fragment(folder: Place, head: Head, values: Float32, momentum: Float32 | None) -> None:
     if not finite(values, momentum):
         raise BadPayload(
-            f"fragment {head.fragment} version {head.version} is not finite: the checkpoint saved before stays"
+            f"fragment {head.fragment} version {head.version} is not finite: the previous checkpoint is kept"
         )
     vectors = {GLOBALS: values}
     if momentum is not None and momentum.any():
@@ -257,8 +257,8 @@ async def run_state(bus: Bus) -> RunState:
     """
     run = await bus.read_state()
     if run is None:
-        raise UsageError("the run has no state yet: there is nothing to save")
-    # The state is written a few times per second; the reports are newer.
+        raise UsageError("the run has no state yet, so there is nothing to save")
+    # The state is written a few times a second; the reports are newer.
     reported = sum(seen.report.tokens for seen in await bus.read_reports() if seen.counts_in(run))
     return run.model_copy(update={"tokens": min(MAX_TOKENS, max(run.tokens, run.base_tokens + reported))})
 
@@ -291,9 +291,9 @@ async def _data_queue(bus: Bus) -> tuple[ShardQueue, DataOrder | None]:
         _log().warning(
             "data_queue_not_saved",
             error=str(error),
-            detail="a learner has damaged the data queue. The checkpoint has all parameters; a run resumed from it "
-            "reads the data from the start. To repair this run's queue, disconnect that learner and delete these keys "
-            "in Redis: the other learners queue the data again",
+            detail="a learner has damaged the data queue. The checkpoint has all parameters, but a run resumed from "
+            "it reads the data from the start. To repair this run's queue, disconnect that learner and delete "
+            "these keys in Redis; the other learners then queue the data again",
             keys=[keys.shards, keys.shard_positions, keys.shard_epoch, keys.data_order],
         )
         return ShardQueue(epochs=0, open=()), None
@@ -302,7 +302,7 @@ async def _data_queue(bus: Bus) -> tuple[ShardQueue, DataOrder | None]:
 def _fragments(folder: Place, count: int) -> tuple[SavedFragment, ...]:
     found = found_fragments(folder.names())
     if missing := [p for p in range(count) if p not in found]:
-        raise OSError(f"{folder} has lost fragment {missing[0]} while it was saved")
+        raise OSError(f"{folder}: fragment {missing[0]} disappeared while the checkpoint was being saved")
     return tuple(_fragment(folder, f"{found[p]}.json") for p in range(count))
 
 
@@ -326,7 +326,7 @@ def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
     folder.write(SUMS_FILE, ["".join(f"{digest}  {file}\n" for file, digest in sums.items()).encode()])
     folder.write(STATE_FILE, [manifest])
     if lost := {*sums, SUMS_FILE} - folder.names():
-        raise OSError(f"{folder} has lost {min(lost)} while it was saved")
+        raise OSError(f"{folder}: {min(lost)} disappeared while the checkpoint was being saved")
     there = place.names()
     whole = [one for one in read_latest(place) if one in there and STATE_FILE in place.below(one).names()]
     kept, dropped = kept_names(whole, name)

@@ -125,7 +125,7 @@ class FragmentState:
         """
         delta = Delta(offer, values, norms)
         if not np.isfinite(delta.norm):
-            return RefusalReason.NON_FINITE, "the delta has elements that are not finite"
+            return RefusalReason.NON_FINITE, "the delta has non-finite elements"
         usual = median(self.norms) if len(self.norms) >= MERGES_NEEDED else None
         if usual is not None and delta.norm <= ABSURD_NORM_FACTOR * usual:
             return delta
@@ -135,8 +135,8 @@ class FragmentState:
         own = max(float(np.linalg.norm(self.theta)), MIN_RMS * np.sqrt(self.layout.elements))
         if delta.norm <= (own if usual is not None else ABSURD_NORM_FACTOR * own):
             return delta
-        known = "" if usual is None else f", the running median {usual:.3g}"
-        return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}; the fragment's own is {own:.3g}{known}"
+        known = "" if usual is None else f", and the running median is {usual:.3g}"
+        return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}; the fragment's own norm is {own:.3g}{known}"
 
     def is_stale(self, delta: Delta) -> bool:
         """Return whether a delta was measured from an older version than this."""

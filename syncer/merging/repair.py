@@ -58,11 +58,11 @@ class Repair:
         self.due_s = self._clock.now() + TIMES.repair_s
         (there,) = await self._bus.read_heads([self._layout.id])
         if there is None or (there.version, there.digest) != (head.version, head.digest):
-            raise HeadMoved(f"the head of fragment {head.fragment} is {'gone' if there is None else 'another one'}")
+            raise HeadMoved(f"the head of fragment {head.fragment} is {'gone' if there is None else 'a different one'}")
         head = there
         if not (why := await self._lacking(head)):
             return head
-        structlog.get_logger().warning("global_published_anew", fragment=head.fragment, version=head.version, why=why)
+        structlog.get_logger().warning("global_republished", fragment=head.fragment, version=head.version, why=why)
         return await self._publish(head, fragment)
 
     async def put_back(self, head: Head, fragment: FragmentState, watch: RunWatch, attempt: int, syncer: str) -> bool:
@@ -84,7 +84,7 @@ class Repair:
             HeadMoved: there is a head by now; nothing was changed.
             LeaseLost, PayloadIncomplete, BusError: nothing was changed.
         """
-        p, reason = head.fragment, "put back from its syncer's memory: the bus had lost its head"
+        p, reason = head.fragment, "restored from its syncer's memory, because the bus had lost its head"
         view = WindowView(state="idle", attempt=attempt, members=(), expected=0, reason=reason, deadline_unix_s=None)
         there = not await self._lacking(head)
         published = self._named(head) if there else await self._stage(head, fragment)
@@ -122,7 +122,7 @@ class Repair:
         due = self._due(head)
         have = await asyncio.gather(*map(self._bus.count_chunks, due))
         gone = [key for key, count in zip(due, have, strict=True) if count != due[key]]
-        return f"of its payloads {', '.join(gone)} is not there" if gone else ""
+        return f"its payloads {', '.join(gone)} are missing" if gone else ""
 
     async def _stage(self, head: Head, fragment: FragmentState) -> Published:
         """Upload the whole version under fresh keys."""

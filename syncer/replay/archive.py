@@ -90,7 +90,7 @@ class TapeArchive:
 
     def log_failure(self, error: OSError) -> None:
         """Log that entries could not be written."""
-        safe = "it stays on the bus"
+        safe = "the tape stays on the bus"
         structlog.get_logger().error("tape_not_archived", path=str(self._directory), error=str(error), safe=safe)
 
     async def finish(self) -> None:
@@ -145,7 +145,7 @@ class TapeArchive:
         except FileNotFoundError as error:
             self._reader.forget(group)
             await self._disk.do(self._reopen, group)
-            safe = "all that the tape still has is archived once more"
+            safe = "everything that the tape still has is archived again"
             structlog.get_logger().error("tape_archive_gone", file=str(error), safe=safe)
             return False
         return True

@@ -27,7 +27,7 @@ class Disk:
             OSError: raised by `work`.
         """
         if self._late and self._turn.locked():
-            raise TimeoutError("the disk still does not answer")
+            raise TimeoutError("the disk is still not answering")
         try:
             async with asyncio.timeout(TIMES.disk_s):
                 await self._turn.acquire()
@@ -37,7 +37,7 @@ class Disk:
                 await asyncio.wait([doing])  # unlike `await doing`, this does not cancel it: `_ended` releases the turn
         except TimeoutError:
             self._late = True
-            raise TimeoutError(f"the disk does not answer, or not within {TIMES.disk_s:g} s") from None
+            raise TimeoutError(f"the disk did not answer within {TIMES.disk_s:g} s") from None
         doing.result()
 
     def _ended(self, doing: asyncio.Future[Any]) -> None:

@@ -148,7 +148,7 @@ class Recorder:
                 _write(directory / SPEC_FILE, [encode(spec)], writer)
             if (directory / SPEC_FILE).read_bytes() != encode(spec):
                 raise UsageError(
-                    f"{directory} holds the recording of another run: choose another folder for --record-deltas"
+                    f"{directory} holds the recording of another run: choose a different folder for --record-deltas"
                 )
         except OSError as error:
             raise UsageError(f"--record-deltas: cannot write to {directory}: {error_text(error)}") from error
@@ -171,7 +171,7 @@ class Recorder:
         except OSError as error:
             at = {"fragment": state.layout.id, "version": version}
             if not self.problem:
-                safe = "the run; its recording has gaps from here on"
+                safe = "the run continues, but its recording has gaps from here on"
                 self._log.error("recording_failed", **at, error=str(error), safe=safe)
             self.problem = f"the recording has gaps, the last at fragment {state.layout.id} version {version}: {error}"
 
@@ -236,7 +236,7 @@ def read_spec(directory: Path) -> Spec:
     except OtherFormat as error:
         raise OtherFormat(f"{directory}: {error.found}", "replay it with the build that recorded it") from error
     except FileNotFoundError as error:
-        raise UsageError(f"{directory} is no folder of --record-deltas: it has no {SPEC_FILE}") from error
+        raise UsageError(f"{directory} was not written by --record-deltas: it has no {SPEC_FILE}") from error
 
 
 def list_recording(directory: Path) -> set[Path]:
@@ -275,7 +275,7 @@ def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
     header, body = _read(path, MergeHeader, due)
     count = len(header.contributions)
     if len(header.deltas) != count:
-        raise BadMessage(f"{path.name} is damaged: {count} contributions, {len(header.deltas)} deltas")
+        raise BadMessage(f"{path.name} is damaged: it has {count} contributions but {len(header.deltas)} deltas")
     reduced = body[: 8 * tensors * (1 + count)].view(np.float64).reshape(1 + count, tensors)
     if not np.isfinite(reduced).all():
         raise BadMessage(f"{path.name} is damaged: a length is not finite")
@@ -304,7 +304,7 @@ def read_global(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedGloba
         digests.append(("momentum", kept, header.momentum))
     for what, values, digest in digests:
         if payload_digest(as_bytes(values), spec.sync.chunk_bytes) != digest:
-            raise BadMessage(f"{path.name} is damaged: the digest in its header is not that of its {what}")
+            raise BadMessage(f"{path.name} is damaged: the digest in its header does not match its {what}")
     return RecordedGlobal(header, theta, None if header.momentum is None else kept)
 
 
@@ -314,19 +314,19 @@ def _read(path: Path, kind: type[M], due: Callable[[M], int]) -> tuple[M, npt.ND
         prefix = file.read(_PREFIX.size)
         magic, length = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (b"", 0)
         if magic != MAGIC or length > HEADER_LIMIT_BYTES:
-            raise BadMessage(f"{path.name} is damaged: it does not begin as a recording does")
+            raise BadMessage(f"{path.name} is damaged: it does not begin like a recording")
         packed = file.read(length)
         if len(packed) < length:
-            raise BadMessage(f"{path.name} is cut short in its header")
+            raise BadMessage(f"{path.name} is truncated in its header")
         try:
             header = decode(kind, packed, HEADER_LIMIT_BYTES)
         except BadMessage as error:
             raise BadMessage(f"{path.name} cannot be read: {error}") from error
         there, expected = os.fstat(file.fileno()).st_size - file.tell(), due(header)
         if there != expected:
-            how = "cut short" if there < expected else "too long"
-            raise BadMessage(f"{path.name} is {how}: {there} bytes follow its header, {expected} are due")
+            how = "truncated" if there < expected else "too long"
+            raise BadMessage(f"{path.name} is {how}: {there} bytes follow its header instead of {expected}")
         body = np.empty(expected, np.uint8)
         if file.readinto(as_bytes(body)) != expected:
-            raise BadMessage(f"{path.name} became shorter while it was read")
+            raise BadMessage(f"{path.name} shrank while it was being read")
     return header, body

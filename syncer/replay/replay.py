@@ -119,7 +119,7 @@ def _facts(recorded: RecordedMerge, tape: Committed) -> list[str]:
     for name in ("fragment", "version", "digest", "base_digest", "norm"):
         there, here = getattr(tape, name), getattr(header, name)
         if there != here:
-            problems.append(f"{name}: the tape has {_shown(there)}, the recording {_shown(here)}")
+            problems.append(f"{name}: the tape has {_shown(there)}, but the recording has {_shown(here)}")
 
     def who(part: Contribution) -> str:
         return f"{part.learner}/{part.incarnation} on version {part.base_version}"
@@ -127,12 +127,12 @@ def _facts(recorded: RecordedMerge, tape: Committed) -> list[str]:
     there, here = [who(c) for c in tape.contributions], [who(c) for c in header.contributions]
     if there != here:
         what = "order of contributions" if sorted(there) == sorted(here) else "contributions"
-        return [*problems, f"{what}: the tape has {', '.join(there)}; the recording {', '.join(here)}"]
+        return [*problems, f"{what}: the tape has {', '.join(there)}, but the recording has {', '.join(here)}"]
     for mine, other in zip(header.contributions, tape.contributions, strict=True):
         for name in ("attempt", "steps", "tokens", "weight", "norm", "rebased", "factor"):
             a, b = getattr(other, name), getattr(mine, name)
             if a != b:
-                problems.append(f"{name} of {mine.learner}: the tape has {a!r}, the recording {b!r}")
+                problems.append(f"{name} of {mine.learner}: the tape has {a!r}, but the recording has {b!r}")
     return problems
 
 
@@ -157,7 +157,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         nonlocal largest
         largest = max(largest, off := relative(found, expected))
         if off > TOLERANCE:
-            problems.append(f"{what}: computed again it differs from the recorded one by {off:.2g} of its size")
+            problems.append(f"{what}: recomputed, it differs from the recorded value by {off:.2g} of its size")
 
     weights = np.array([part.weight for part in parts])
     shares = tuple(weights.tolist())
@@ -167,20 +167,20 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         compare("merge weights", merge_weights(counters, sync.weights, interval=interval), weights)
         shares = merge_shares(counters, sync.weights, interval=interval)
     else:
-        problems.append("steps or tokens of a contribution are not positive")
+        problems.append("a contribution's steps or tokens are not positive")
     factors = [part.factor for part in parts]
     compare("clip factors", clip_factors([float(np.linalg.norm(n)) for n in recorded.norms], sync.delta_clip), factors)
     deltas: list[Vector] = []
     for part, values, digest, norms in zip(parts, recorded.deltas, recorded.header.deltas, recorded.norms, strict=True):
         if payload_digest(as_bytes(values), sync.chunk_bytes) != digest:
-            problems.append(f"the delta of {part.learner} is damaged: it does not have its recorded digest")
+            problems.append(f"the delta of {part.learner} is damaged: its digest differs from the recorded one")
         measured = delta_norms(layout, values)
         compare(f"norm of the delta of {part.learner}", float(np.linalg.norm(measured)), part.norm)
         merged = values
         if part.rebased and base.before is not None:
             merged, measured = rebase(layout, values, base.theta, base.before)
         elif part.rebased:
-            problems.append(f"the delta of {part.learner} was rebased: the values of its own base are not known")
+            problems.append(f"the delta of {part.learner} was rebased, but the values of its own base are not known")
         for slot, mine, other in zip(layout.slots, measured, norms, strict=True):
             compare(f"norm of {slot.name} in the delta of {part.learner}", mine, other)
         deltas.append(merged)
@@ -193,7 +193,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         problems.append(f"the recording has {'an' if chosen is not None else 'no'} orthogonalised step, unlike the run")
         chosen = None
     if chosen is not None and payload_digest(as_bytes(chosen), sync.chunk_bytes) != recorded.header.orthogonal:
-        problems.append("the orthogonalised step is damaged: it does not have its recorded digest")
+        problems.append("the orthogonalised step is damaged: its digest differs from the recorded one")
     stepped = step.take(Recorded(recorded.directions, chosen))
     if chosen is not None and stepped.orthogonal is not None:
         problems += _other_steps(layout, stepped.orthogonal, chosen)
@@ -202,7 +202,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
     compare("norm of the pseudogradient", stepped.reduced.norm, recorded.header.norm)
     if stepped.digest != tape.digest:
         again = stepped.digest.hex()
-        problems.append(f"values: the tape has digest {tape.digest.hex()}, computed again it is {again}")
+        problems.append(f"values: the tape has digest {tape.digest.hex()}; recomputed, it is {again}")
         return Checked(None, largest, problems)
     return Checked(Values(stepped.theta, stepped.momentum, base.theta), largest, problems)
 
@@ -217,7 +217,7 @@ def _other_steps(layout: FragmentLayout, found: Float32, recorded: Float32) -> l
             off, length = float(np.linalg.norm(mine - theirs)), float(np.linalg.norm(mine))
             if not off <= ORTHOGONAL_TOLERANCE * length:
                 problems.append(
-                    f"orthogonalised step of {slot.name}: computed again it differs from the recorded one by "
+                    f"orthogonalised step of {slot.name}: recomputed, it differs from the recorded one by "
                     f"{off / length if length else float('inf'):.2g} of its length"
                 )
     return problems
@@ -256,17 +256,24 @@ def replay(
     for p, records in sorted(by_fragment.items()):
         if p not in layouts:
             outcome.differences.append(
-                Difference(p, records[0].version, f"the recorded run has {len(layouts)} fragments: another run's tape?")
+                Difference(
+                    p,
+                    records[0].version,
+                    f"the recorded run has {len(layouts)} fragments: the tape may "
+                    "belong to another run; give this run's tape",
+                )
             )
             continue
         _FragmentReplay(directory, spec, layouts[p], records, outcome, progress, before).replay()
     for p in layouts.keys() - by_fragment.keys():
         outcome.differences.append(
-            Difference(p, 0, "the tape has no record of this fragment: is a file of it missing?")
+            Difference(p, 0, "the tape has no record of this fragment: check that none of its files is missing")
         )
     for p, version, digest in saved:
         if p in by_fragment and (version, digest.hex()) not in map(_node, by_fragment[p]):
-            what = f"the checkpoint has it, with digest {digest.hex()}, and the tape does not: it is not whole"
+            what = (
+                f"the checkpoint has it, with digest {digest.hex()}, but the tape does not, so the tape is incomplete"
+            )
             outcome.differences.append(Difference(p, version, what))
     outcome.differences.sort(key=lambda difference: difference[:2])
     return outcome
@@ -313,7 +320,7 @@ class _FragmentReplay:
         for node in sorted(self._globals):
             if node not in self._known and (node in on_tape or node in self._after):
                 if node not in on_tape:
-                    self._differs(node[0], "the tape does not have it, but has a merge that was made from it")
+                    self._differs(node[0], "the tape lacks it, but has a merge that was computed from it")
                 self._start_at(node)
         self._tell_gaps()
         self._tell_end(on_tape)
@@ -323,7 +330,7 @@ class _FragmentReplay:
         """Replay from recorded values; if there are several recordings of them, they must be equal."""
         if found := self._load(node):
             for other in found[1:]:
-                self._compare(node, found[0], other, "one recording of it differs from another")
+                self._compare(node, found[0], other, "two recordings of it differ")
             self._walk(node, found[0])
 
     def _walk(self, start: Node, values: Values) -> None:
@@ -363,7 +370,7 @@ class _FragmentReplay:
         paths = self._files.get(_node(record), [])
         if not paths:
             others = [digest for version, digest in self._files if version == record.version]
-            hint = f"; recorded was a merge to digest {others[0]}" if others else ""
+            hint = f"; a merge to digest {others[0]} was recorded" if others else ""
             self._differs(record.version, f"no recording of the merge to digest {record.digest.hex()}{hint}")
             return None
         found, damage = [], ""
@@ -398,7 +405,7 @@ class _FragmentReplay:
     def _meet(self, node: Node, values: Values) -> None:
         """Compare replayed values with those that owners read from the bus."""
         for other in self._load(node):
-            self._compare(node, values, other, "computed again it differs from the one that was read from the bus")
+            self._compare(node, values, other, "recomputed, it differs from the one that was read from the bus")
 
     def _compare(self, node: Node, values: Values, other: Values, how: str) -> None:
         """Compare the momenta; the values have equal digests already."""
@@ -416,10 +423,11 @@ class _FragmentReplay:
             row, node = 0, _node(record)
             while rest := [r for r in self._after.get(node, ()) if r not in self._tried]:
                 row, node = row + 1, _node(rest[0])
-            also = f", nor are the {row} after it" if row else ""
+            also = f", nor are the {row} merges after it" if row else ""
             self._differs(
                 record.version,
-                f"not computed again{also}: the values of version {record.version - 1} it was made from are not known",
+                f"not recomputed{also}: the values of version {record.version - 1}, which it was computed from, are "
+                "not known",
             )
 
     def _tell_end(self, on_tape: set[Node]) -> None:
@@ -445,8 +453,8 @@ class _FragmentReplay:
         if missing:
             self._differs(
                 last[0] + 1,
-                f"the tape ends before it: not on it are the {missing} merges up to version {node[0]}, which were "
-                "recorded, and from which others were made",
+                f"the tape ends before it: it lacks the {missing} merges up to version {node[0]}, which were recorded "
+                "and from which other merges were computed",
             )
 
     def _must_be_told(self, path: Path) -> bool:

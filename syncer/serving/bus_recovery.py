@@ -77,7 +77,7 @@ class BusRestorer:
                 self._log.warning("state_put_back", phase=found.phase.value, reason=found.reason)
         elif known is not None and not self._emptied:
             self._emptied = True
-            self._log.warning("state_lost", detail="the bus has lost the run's state: it is put back from memory")
+            self._log.warning("state_lost", detail="the bus has lost the run's state; restoring it from memory")
             for owner in self._owners:
                 owner.check_soon()
             await self.spec()
@@ -106,8 +106,9 @@ class BusRestorer:
             self._other_since_s = None
         elif now - self._other_since_s >= BUS_TIMES.other_spec_s:
             raise SpecMismatch(
-                f"another run was begun under the name {self._bus.keys.run!r}, with another spec:\n{told}\n"
-                "Start this syncer again to serve that run, or choose another run name."
+                f"another run was started under the name {self._bus.keys.run!r}, with a different spec:\n"
+                f"{told}\n"
+                "Restart this syncer to serve that run, or choose another run name."
             )
 
     async def _ours(self) -> bool:

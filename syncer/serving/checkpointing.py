@@ -120,7 +120,7 @@ class Checkpoints:
         try:
             runs, checkpoints, size_bytes = await self._context.offload(look)
         except (OSError, UsageError) as error:
-            self.problem = f"no checkpoint can be saved in {self._shared}: {error}"
+            self.problem = f"checkpoints cannot be saved in {self._shared}: {error}"
             self._log.error("checkpoint_place_refused", error=str(error))
             return
         if runs:

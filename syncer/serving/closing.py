@@ -58,7 +58,7 @@ async def finish_run(
 
 def _check_not_extended(state: RunState, known: RunState) -> None:
     if state.budget_tokens > known.budget_tokens:  # this syncer was paused, and has the old spec
-        raise DilocoError("the run was finished and extended meanwhile: start this syncer again")
+        raise DilocoError("the run was finished and then extended: restart this syncer")
 
 
 async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event) -> bool:
@@ -99,7 +99,7 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: Run
     outer_steps = sum(head.version for head in heads)
     if state.tokens and len(heads) < fragments:
         lost = sorted({*range(fragments)} - {head.fragment for head in heads})
-        detail = "the bus lost these heads while the run ended: only the run's last checkpoint may still have them"
+        detail = "the bus lost these heads while the run was ending: only the run's last checkpoint may still have them"
         structlog.get_logger().error("heads_lost", fragments=lost, detail=detail)
     structlog.get_logger().info("run_finished", tokens=state.tokens, outer_steps=outer_steps)
     return state

@@ -91,7 +91,10 @@ def _refusal(request: web.BaseRequest, token: str | None, listens_on: str) -> we
         return web.Response(status=401, text=hint, headers={"WWW-Authenticate": "Bearer"})
     if _is_ours(request.headers.get("Host"), listens_on):
         return None
-    hint = "not answered under this name (Host header): ask by IP address, or set DILOCO_HTTP_TOKEN and send it\n"
+    hint = (
+        "requests to this host name (Host header) are not answered: use an IP address, or set DILOCO_HTTP_TOKEN "
+        "and send it\n"
+    )
     return web.Response(status=421, text=hint)
 
 
@@ -187,8 +190,10 @@ async def start_http(
         except DilocoError as error:  # for example, the bus is unavailable
             body, code = {"error": f"{type(error).__name__}: {error}"}, 503
         except TimeoutError:
-            within = f"{TIMES.http_status_s:g} s"
-            body, code = {"error": f"no status within {within}: Redis is slow, or too many ask for it"}, 503
+            body, code = (
+                {"error": f"no status within {TIMES.http_status_s:g} s: Redis is slow, or there are too many requests"},
+                503,
+            )
         return web.Response(status=code, text=dumps(body, indent=1) + "\n", content_type="application/json")
 
     async def metrics() -> web.Response:
@@ -200,13 +205,15 @@ async def start_http(
         path, files = request.path, served()
         if (response := _refusal(request, token, host)) is None:
             if path not in pages and path not in files and path != EVENTS:
-                response = web.Response(status=404, text=f"there are {', '.join((*pages, '/'))}\n")
+                response = web.Response(status=404, text=f"use one of {', '.join((*pages, '/'))}\n")
             elif request.method not in {"GET", "HEAD"}:
-                response = web.Response(status=405, text="only GET and HEAD\n", headers={"Allow": "GET, HEAD"})
+                response = web.Response(
+                    status=405, text="only GET and HEAD are allowed\n", headers={"Allow": "GET, HEAD"}
+                )
             elif path == EVENTS and server.keep(request.protocol):
                 return await _send_events(request, follow)
             elif path == EVENTS:
-                full = f"{CONNECTIONS // 2} pages follow this run already: close one\n"
+                full = f"{CONNECTIONS // 2} pages already follow this run: close one\n"
                 response = web.Response(status=503, text=full)
             elif path in files:
                 kind, content = files[path]
@@ -230,10 +237,10 @@ async def start_http(
         await web.TCPSite(runner, host, port, backlog=CONNECTIONS).start()
     except OSError as error:
         await runner.cleanup()
-        why = f"{error.strerror or error}; port 0 takes a free one"
+        why = f"{error.strerror or error}; use port 0 for any free port"
         raise UsageError(f"cannot listen on http_host={host} http_port={port}: {why}") from error
     log.info("http_listening", address=runner.addresses[0])
     if token is None and not _is_loopback(host):
-        hint = "anybody who reaches it can read status and metrics: set DILOCO_HTTP_TOKEN, or listen on 127.0.0.1 only"
+        hint = "anyone who can reach it can read status and metrics: set DILOCO_HTTP_TOKEN, or listen on 127.0.0.1 only"
         log.warning("http_open", host=host, detail=hint)
     return runner

@@ -79,7 +79,9 @@ class Lead:
             base_merged=min(took.tokens, took.merged_tokens) if took else 0,
             budget_tokens=self._budget_tokens,
             started_unix_s=now,
-            reason=f"goes on from what {took.learner} had: the bus had lost it" if took else "training",
+            reason=f"continues from what {took.learner} reported, because the bus had lost the run's state"
+            if took
+            else "training",
             manifest=(),
             origin_unix_s=took.began_unix_s if took else None,
         )
@@ -98,8 +100,10 @@ class Lead:
         who = [f"learner {one.learner}" for one in live if max(one.versions, default=-1) > 0]
         who += [f"syncer {name}" for _, _, name in await self._bus.read_savers()]
         if who and not self._waits:
-            wait = f"fresh ones wait {TIMES.trained_first_s:g} s for them"
-            detail = f"{', '.join(who)} has trained parameters of this run: {wait}"
+            detail = (
+                f"{', '.join(who)} has trained parameters of this run: newly initialised ones are held back for "
+                f"{TIMES.trained_first_s:g} s"
+            )
             structlog.get_logger().warning("initial_upload_waits", detail=detail)
         self._waits = bool(who)
         return self._waits

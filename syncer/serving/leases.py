@@ -79,8 +79,8 @@ class Leases:
         """Return whether this syncer merges, or would take over at once if another one died, and the state in words."""
         held, count, others = len(self._held), len(self._owners), max(0, len(self.syncers) - 1)
         if self._clock.now() - self._answered_at > self._lease_s:
-            return False, "not in touch with Redis"
-        spare = f": a spare of {others + 1} syncers" if not held and others else ""
+            return False, "no contact with Redis"
+        spare = f": standby among {others + 1} syncers" if not held and others else ""
         return held > 0 or others > 0, f"{held} of {count} leases held{spare}"
 
     async def keep(self) -> None:
@@ -304,7 +304,7 @@ async def in_time(call: Awaitable[T], limit_s: float) -> T:
         async with asyncio.timeout(limit_s):
             return await call
     except TimeoutError:
-        raise BusUnavailable(f"no answer within {limit_s:.2g} s, the limit for a call about a lease") from None
+        raise BusUnavailable(f"no answer within {limit_s:.2g} s, the limit for a lease call") from None
 
 
 @asynccontextmanager

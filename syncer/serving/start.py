@@ -125,9 +125,10 @@ def start_mode(
     if not same:
         raise UsageError(
             f"the run {run!r} on this Redis began {moment(on_bus.state.began_unix_s)} and has {on_bus.state.tokens} "
-            f"tokens; the checkpoint here is of an earlier run of that name, which began {moment(saved.began_unix_s)}, "
-            f"with {saved.tokens}. To serve the one on Redis: --overwrite, or another --checkpoint-dir. To go on from "
-            f"the checkpoint: end everybody, `diloco runs delete {run}`, and the same command again"
+            "tokens; the checkpoint here is from an earlier run of that name, which began "
+            f"{moment(saved.began_unix_s)} and has {saved.tokens}. To serve the run on Redis, pass --overwrite or "
+            "another --checkpoint-dir. To continue from the checkpoint, stop all parties, run `diloco runs delete "
+            f"{run}`, then repeat this command"
         )
     return again if on_bus.lacks and not on_bus.served else StartMode.JOIN
 
@@ -176,8 +177,11 @@ class Start:
                 await self.offload(saved.check)
             await self._resume(checkpoint, mode)
         if checkpoint is not None and found is StartMode.FINISHED:
-            extend = f"`diloco runs extend {self.bus.keys.run} --tokens N` and the same commands"
-            detail = f"to train on: {extend}, or more --tokens on an empty Redis; to begin anew: --overwrite there"
+            extend = f"run `diloco runs extend {self.bus.keys.run} --tokens N` and repeat the commands"
+            detail = (
+                f"to train further, {extend}, or give more --tokens on an empty Redis; to start from scratch, "
+                "pass --overwrite on an empty Redis"
+            )
             done = {"tokens": checkpoint.state.tokens, "checkpoint": str(checkpoint.folder)}
             structlog.get_logger().info("run_was_finished", run=self.bus.keys.run, **done, detail=detail)
             self.finished = True
@@ -225,7 +229,7 @@ class Start:
         if there is None or (same and there.lacks and not there.whole):
             return StartMode.RESUME
         if not there.state.base_tokens:
-            raise UsageError(f"the run was started before, without {checkpoint.folder}: {taken(self.bus)}")
+            raise UsageError(f"the run has already been started, without {checkpoint.folder}: {taken(self.bus)}")
         structlog.get_logger().info("already_restored", base_tokens=there.state.base_tokens)
         return StartMode.JOIN
 
@@ -238,14 +242,16 @@ class Start:
         told, trained = "tokens" in self.settings.model_fields_set, checkpoint.state.counted_tokens
         if (budget := self.settings.tokens if told else checkpoint.spec.sync.tokens) <= trained:
             raise UsageError(
-                f"tokens={budget}: {checkpoint.folder} has trained {trained} already; give a larger budget"
+                f"tokens={budget}: {checkpoint.folder} has already trained {trained}; give a larger budget"
             )
 
     async def _tell_older(self, checkpoint: Checkpoint) -> None:
         """Warn if the joined run has less than the checkpoint here, which later checkpoints will replace."""
         there = await self._on_bus(checkpoint)
         if there is not None and there.lacks:
-            detail = "another syncer serves the run on Redis. Copy the checkpoint to keep it: a run keeps only three"
+            detail = (
+                "another syncer serves the run on Redis. Copy the checkpoint to keep it, because a run keeps only three"
+            )
             had = {"tokens": there.state.tokens, "saved_tokens": checkpoint.state.tokens}
             structlog.get_logger().warning("older_run_joined", path=str(checkpoint.folder), **had, detail=detail)
 
@@ -345,7 +351,7 @@ async def check_memory(bus: Bus, layout: Layout, sync: SyncSpec) -> None:
     info = await bus.info()
     found = room(info.maxmemory_bytes, layout.elements, sync, backlogs=info.backlogs_bytes)
     if found.level == "error":
-        raise UsageError(f"{found} (`diloco doctor` checks everything)")
+        raise UsageError(f"{found} (run `diloco doctor` to check everything)")
 
 
 async def speed_for(sync: SyncSpec, layout: Layout, offload: Offload) -> Speed:

@@ -63,7 +63,7 @@ def test_a_file_is_not_made_anew_without_the_users_that_servers_have(
     assert cli.main(["acl", "--run", "r", "--failover", "--passwords", str(file)]) == 0
     assert "user replica on #" in capsys.readouterr().out
     assert cli.main(["acl", "--run", "r", "--passwords", str(file)]) == 2
-    assert re.search(r"REDIS_REPLICA_PASSWORD.*add --failover", capsys.readouterr().err, re.DOTALL)
+    assert re.search(r"REDIS_REPLICA_PASSWORD.*pass --failover", capsys.readouterr().err, re.DOTALL)
 
 
 def test_the_environment_comes_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

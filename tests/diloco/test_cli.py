@@ -68,7 +68,7 @@ def test_version_and_plain_call(capsys):
 def test_checkpoints_that_would_die_with_the_syncer_are_refused(started, capsys):
     """The memory of a process is a store for tests alone."""
     assert cli.main(["syncer", "--redis-url", URL, "--checkpoint-dir", "memory://x"]) == 2
-    assert "memory://x would die with the syncer: give a folder" in capsys.readouterr().err
+    assert "memory://x would be lost with the syncer: use a folder" in capsys.readouterr().err
     assert started == []
 
 
@@ -116,7 +116,7 @@ def test_a_party_without_redis_is_told_how_to_name_one(command, capsys):
 def test_a_flag_that_is_gone_says_where_its_setting_is(arguments, instead, capsys):
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {arguments[1].partition('=')[0]} is no flag of this command: ")
+    assert said.startswith(f"error: this command does not have {arguments[1].partition('=')[0]}: ")
     assert instead in said
 
 
@@ -148,7 +148,7 @@ def test_where_no_studies_are_installed_their_commands_are_not_listed_and_say_ho
     assert not listed & {"chaos", "simulate", "lab", "bench"}
     assert (done.returncode, done.stderr) == (
         2,
-        "error: `diloco lab` comes with the studies; in a checkout: "
+        "error: `diloco lab` is part of the studies; in a checkout, install them: "
         f"{sys.executable} -m pip install -c constraints.txt -e studies\n",
     )
 
@@ -200,7 +200,7 @@ def test_replay_prints_what_differs_and_exits_with_1(tmp_path, capsys, monkeypat
     capsys.readouterr()
     assert cli.main(["tape", "--replay", str(run / "deltas")]) == 0
     merges = sum(bool(commit.contributions) for commit in commits)
-    assert capsys.readouterr().out.startswith(f"all equal: {merges} of {merges} merges of 2 fragments made again")
+    assert capsys.readouterr().out.startswith(f"all equal: {merges} of {merges} merges of 2 fragments recomputed")
     shutil.move(run / "tape", tmp_path / "elsewhere")
     lost = next(iter((run / "deltas" / "1").glob("2-*.merge")))
     lost.unlink()
@@ -276,7 +276,7 @@ def test_the_folder_of_a_recording(tmp_path):
     folders = ["checkpoints", "logs", "tape", "learners"]
     files = ["settings.toml", "run.json", ".run.json", "report.json", "loss.png", "sample.txt"]
     for name in (*map(Path, folders + files), tmp_path / "out", tmp_path / "out" / "learners" / "deltas"):
-        with pytest.raises(UsageError, match="the run uses that one itself"):
+        with pytest.raises(UsageError, match="the run uses this one itself"):
             choose(RunProcess(record_deltas=name, **asked))
     choose(RunProcess(record_deltas=tmp_path / "out" / "mine" / "logs", **asked))
     (tmp_path / "else").mkdir()
@@ -286,5 +286,5 @@ def test_the_folder_of_a_recording(tmp_path):
         choose(RunProcess(record_deltas=tmp_path / "else", **asked))
     with pytest.raises(UsageError, match="cannot be written"):
         choose(RunProcess(record_deltas=tmp_path / "else" / "file", **asked))
-    with pytest.raises(UsageError, match="needs another --method"):
+    with pytest.raises(UsageError, match="needs a different --method"):
         check(RunProcess(record_deltas=Path("deltas"), method="data-parallel", **asked))

@@ -44,16 +44,16 @@ def test_learners_take_the_devices_in_turn(asked: str, learners: int, gpus: list
 @pytest.mark.parametrize(
     ("asked", "gpus", "said"),
     [
-        ("all", [], "no GPU that torch can use; --devices cpu"),
-        ("cuda:0", [], "cuda:0 is not on this machine: torch can use no GPU"),
-        ("cuda:0,cuda:2", TWO, "cuda:2 is not on this machine: there are cuda:0 to cuda:1"),
-        ("all", ["0", "1", "2"], "3 GPUs cannot be divided among 2 learners evenly: name them"),
-        ("0+0", TWO, "'0[+]0' is no device"),
-        ("0+cpu", TWO, "no device"),
-        ("cuda", TWO, r"'cuda' is no device: give cuda:0,cuda:1 and so on \(0\+1 for one learner\), or all, cpu"),
-        ("cuda:-1", TWO, "no device"),
-        ("cuda:0,", TWO, "'' is no device"),
-        ("all,cpu", TWO, "'all' is no device"),
+        ("all", [], "torch cannot use a GPU on this machine; use --devices cpu"),
+        ("cuda:0", [], "cuda:0 is not on this machine: torch cannot use a GPU"),
+        ("cuda:0,cuda:2", TWO, "cuda:2 is not on this machine: use cuda:0 to cuda:1"),
+        ("all", ["0", "1", "2"], "3 GPUs cannot be divided evenly among 2 learners: list them"),
+        ("0+0", TWO, "'0[+]0' is not a device"),
+        ("0+cpu", TWO, "not a device"),
+        ("cuda", TWO, r"'cuda' is not a device: use cuda:0,cuda:1 and so on \(0\+1 for one learner\), or all, cpu"),
+        ("cuda:-1", TWO, "not a device"),
+        ("cuda:0,", TWO, "'' is not a device"),
+        ("all,cpu", TWO, "'all' is not a device"),
     ],
 )
 def test_what_is_not_here_or_no_device_is_refused_by_name(asked: str, gpus: list[str], said: str) -> None:
@@ -65,7 +65,7 @@ def test_what_is_not_here_or_no_device_is_refused_by_name(asked: str, gpus: list
     ("places", "line"),
     [
         ([FREE, FREE], ""),
-        ([C0, C1], "a device for each learner: cuda:0, cuda:1"),
+        ([C0, C1], "one device per learner: cuda:0, cuda:1"),
         ([C0, C1, C0], "3 learners share 2 devices in turn: cuda:0, cuda:1"),
         ([C0, C0], "2 learners share 1 device in turn: cuda:0"),
     ],
@@ -88,8 +88,11 @@ def test_gpus_are_those_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--devices", "cpu+cpu+cpu", "--batch", "8"), "batch=8: a learner of 3 ranks divides .* ranks as divide it"),
-        (("--devices", "cpu,cpu+cpu", "--batch", "7"), "batch=7: a learner of 2 ranks"),
+        (
+            ("--devices", "cpu+cpu+cpu", "--batch", "8"),
+            "batch=8: a learner with 3 ranks divides .* number of ranks that divides it",
+        ),
+        (("--devices", "cpu,cpu+cpu", "--batch", "7"), "batch=7: a learner with 2 ranks"),
     ],
 )
 def test_a_batch_that_ranks_cannot_divide_is_refused_at_once(given, said, tmp_path, monkeypatch, capsys):
@@ -122,14 +125,14 @@ async def test_ranks_share_the_cores_and_the_gpus_of_their_learner(tmp_path, mon
     assert (flag(first, "--device"), first.environ["CUDA_VISIBLE_DEVICES"]) == ("cuda:0+cuda:1", "2,3")
     assert (flag(second, "--device"), second.environ["CUDA_VISIBLE_DEVICES"]) == ("cuda", "0")
     assert flag(first, "--threads") == flag(second, "--threads") == "4"
-    assert "a device for each learner: cuda:2+cuda:3, cuda:0" in screen.notes
+    assert "one device per learner: cuda:2+cuda:3, cuda:0" in screen.notes
 
 
 def test_what_has_no_use_for_sets_refuses_them(capsys, tmp_path, monkeypatch) -> None:
     """The baseline, whose learners are ranks themselves; and pausing, which no one process of a learner can be."""
     out = ["--devices", "cpu+cpu", "--out", str(tmp_path / "out")]
     assert cli.main(["run", "--method", "data-parallel", *out]) == 2
-    assert "a set of devices for one learner needs another --method" in capsys.readouterr().err
+    assert "a different --method for a set of devices per learner" in capsys.readouterr().err
     assert cli.main(["chaos", "--pause", "learner:5s", *out]) == 2
     assert "--pause with --devices cpu+cpu" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -119,8 +119,8 @@ def test_the_outer_step_stands_beside_the_room_that_it_has():
     """Of which more than 100 % means that it does not fit; before it is known nothing is said."""
     known = status(outer_step={"outer_s": 2.58, "room_s": 2.0, "share": 1.29})
     for text in (text_of(known), plain_line(known)):
-        assert "outer step 2.6 s, 129% of its room" in " ".join(text.split())
-    assert "of its room" not in text_of(status()) + plain_line(status())
+        assert "outer step 2.6 s, 129% of its budget" in " ".join(text.split())
+    assert "of its budget" not in text_of(status()) + plain_line(status())
 
 
 def test_a_restarted_learner_shows_its_newest_incarnation_only():
@@ -153,7 +153,7 @@ def test_on_a_narrow_terminal_less_is_shown_but_versions_and_windows_whole(width
     for part in ("versions", "12-13", "1298-1312", "silent", "version", "1312", "window", "grace", "collecting"):
         assert part in text
     told = ("my-run: running", "21.0k overwritten, 0 rejected, 3000 died", "quorum 3 > 2 live")
-    for part in (*told, "3 of 3", "104", "2.1874", "1:21 gone", "1:28 left", "1.62M of 2.50M tokens"):
+    for part in (*told, "3 of 3", "104", "2.1874", "1:21 elapsed", "1:28 left", "1.62M of 2.50M tokens"):
         assert part in " ".join(text.replace("│", "").split())
     assert "…" not in text
     assert max(len(line) for line in text.splitlines()) <= width

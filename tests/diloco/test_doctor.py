@@ -104,7 +104,7 @@ def test_a_healthy_set_up_has_no_finding(healthy: EmbeddedRedis, look: Look, cli
     assert {one.about for one in findings} >= {
         *("software", "threads", "BLAS", "disk of checkpoint-dir", "disk of state-dir"),
         *("Redis version", "Redis role", "eviction", "Redis fill", "Redis disk", "persistence", "Redis memory"),
-        *("transport", "rights", "clock", "distance", "line", "line and run", "merges", "plan"),
+        *("transport", "rights", "clock", "distance", "line", "link and run", "merges", "plan"),
     }
     assert not (tmp_path / "new").exists()
 
@@ -113,7 +113,7 @@ def test_a_healthy_set_up_has_no_finding(healthy: EmbeddedRedis, look: Look, cli
 def test_nothing_is_left_on_the_server_and_a_run_there_is_as_it_was(
     healthy: EmbeddedRedis, look: Look, client: Any
 ) -> None:
-    """Every key has the bytes that it had, and there is no other one."""
+    """Every key has the bytes that it had, and there are no others one."""
 
     async def begin() -> None:
         async with open_bus(healthy.url, "seen") as bus:
@@ -129,9 +129,9 @@ def test_nothing_is_left_on_the_server_and_a_run_there_is_as_it_was(
     assert "quorum" in {one.about for one in findings}
     (plan,) = [one for one in findings if one.about == "plan"]
     assert plan.found.startswith("the run of")
-    assert "line and run" in {one.about for one in findings}  # its learner has said how long a step takes
+    assert "link and run" in {one.about for one in findings}  # its learner has said how long a step takes
     status, findings = look("--redis-url", healthy.url, "--run", "seen", "--params", "1B")
-    assert "seen is under way there, so it is checked" in bad(findings)["run"].found
+    assert "seen is in progress there, so it is checked" in bad(findings)["run"].found
     client.flushall()
 
 
@@ -171,8 +171,8 @@ def test_a_quorum_that_is_not_there_is_named() -> None:
     assert checks.quorum(2, 2).level == "ok"
     assert checks.quorum(1, 2) == checks.warning(
         "quorum",
-        "a merge needs 2 learners, 1 live: nothing is merged",
-        "start as many as are missing, under the run's name",
+        "a merge needs 2 learners; 1 live: nothing is merged",
+        "start the missing ones, with the run's name",
     )
 
 
@@ -452,13 +452,13 @@ def test_a_user_of_one_run_need_not_name_it_or_is_told_to(healthy: EmbeddedRedis
     with known(client, acl.users("theirs", ["anna"])):
         status, findings = look("--redis-url", operator)
         assert (status, bad(findings)) == (0, {})
-        assert "user operator has rights in run theirs alone, so that run is checked" in {one.found for one in findings}
-        assert any(one.found.startswith("no run 'theirs' is there") for one in findings)
+        assert "user operator has rights only in run theirs, so that run is checked" in {one.found for one in findings}
+        assert any(one.found.startswith("there is no run 'theirs'") for one in findings)
         status, findings = look("--redis-url", learner)
         found = bad(findings)["rights"]
         assert (status, set(bad(findings))) == (1, {"rights"})
-        assert "of run 'run', which was tried because no run was named: " in found.found
-        assert found.remedy.startswith("give --run NAME, the run of this user; or, if it is 'run': diloco acl")
+        assert "of run 'run', which was checked because no run was given: " in found.found
+        assert found.remedy.startswith("pass --run NAME with this user's run; or, if that is 'run': diloco acl")
         assert bad(look("--redis-url", learner, "--run", "theirs")[1]) == {}
         asked = bad(look("--redis-url", operator, "--run", "run")[1])["rights"]
         assert "diloco acl --run run" in asked.remedy
@@ -482,15 +482,15 @@ def test_who_shows_a_client_certificate_is_not_nobody() -> None:
     shown = Address("10.0.0.1:6379", False, tls=True, password=False, user="learner-anna", certificate="asked for")
     nodes = [Server.of(INFO)]
     (_, access) = checks.transport(shown, nodes)
-    assert access == checks.ok("access", "10.0.0.1:6379 takes this client certificate for the login of learner-anna")
+    assert access == checks.ok("access", "10.0.0.1:6379 accepts this client certificate as the login of learner-anna")
     assert checks.rights(shown, dict.fromkeys(checks.PARTIES, ""), "run").found.startswith("user learner-anna may be")
     (_, access) = checks.transport(shown._replace(user="default"), nodes)
     assert access.level == "ok"
-    assert "requires a client certificate, and lets everybody who has one do everything" in access.found
+    assert "requires a client certificate, and gives everyone who has one all rights" in access.found
     assert "tls-auth-clients-user" in access.found
     (_, access) = checks.transport(shown._replace(user="default", certificate="shown"), nodes)
     assert access.level == "warning"
-    assert "without a client certificate too" in access.found
+    assert "accepts connections without a client certificate" in access.found
     (transport,) = checks.transport(shown._replace(password=True), nodes)
     assert transport.about == "transport"
 
@@ -549,14 +549,14 @@ async def test_a_line_too_slow_for_the_run_is_named_with_what_helps(healthy: Emb
     async with Proxy(healthy.socket_path, bytes_per_s=4e6) as proxy:
         await proxy.add("a")
         status, findings = await asyncio.to_thread(look, "--redis-url", proxy.url("a"), *run)
-    found = bad(findings)["line and run"]
+    found = bad(findings)["link and run"]
     (line,) = [one for one in findings if one.about == "line"]
     assert "Mbit/s up" in line.found
     assert 20 < float(line.found.partition("Mbit/s")[0]) < 40
     assert status == 1
-    assert "of the line" in found.found
+    assert "of the link" in found.found
     assert "--codec" in found.remedy
-    assert "line and run" not in bad((await asyncio.to_thread(look, "--redis-url", healthy.url, *run))[1])
+    assert "link and run" not in bad((await asyncio.to_thread(look, "--redis-url", healthy.url, *run))[1])
 
 
 def test_a_clock_that_is_wrong_is_named_by_how_much_it_matters() -> None:
@@ -606,11 +606,11 @@ def test_more_learners_than_cores_are_named_also_where_each_has_one_thread() -> 
     found = checks.threads(2, 8, 1, "as set")
     assert found == checks.warning(
         "threads",
-        "8 learners have 8 torch threads on 2 cores (as set), and take turns: a step takes 4 times as long as on a "
-        "core of its own",
-        "start 2 learners here at most, and the others elsewhere",
+        "8 learners have 8 torch threads on 2 cores (as set), and have to take turns: a step takes 4 times as long as "
+        "on its own core",
+        "start at most 2 learners here, and the others elsewhere",
     )
-    assert "start 2 learners here at most, each with --threads 1" in checks.threads(2, 8, 2, "as set").remedy
+    assert "start at most 2 learners here, each with --threads 1" in checks.threads(2, 8, 2, "as set").remedy
     assert checks.threads(2, 2, 1, "as set").level == "ok"
     assert "start each with --threads 2" in checks.threads(4, 2, 4, "as set").remedy
 
@@ -683,7 +683,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_named(look: Look, tmp_path: Pat
     found = bad(findings)["disk of checkpoint-dir"]
     assert status == 1
     assert "needed" in found.found
-    assert "free space" in found.remedy
+    assert "free some space" in found.remedy
     assert "disk of checkpoint-dir" not in bad(look("--checkpoint-dir", str(tmp_path), "--params", "1M")[1])
     assert checks.folder(Folder("tape-dir", tmp_path, "", 1e6)).level == "error"
 
@@ -737,8 +737,8 @@ def test_a_live_runs_merges_are_judged_beside_those_that_would_be_made_here(
     assert slow
     assert stretched
     assert small.level == "ok"
-    assert "a merge takes 0.5 s as the run's syncers measured it" in small.found
-    assert "times as long, as is usual for so small a model" in small.found
+    assert "a merge takes 0.5 s as measured by the run's syncers" in small.found
+    assert "times as long, as usual for such a small model" in small.found
     assert "as measured here" in small.found
     assert (slow.level, "`diloco status`" in slow.remedy) == ("warning", True)
     assert stretched.level == "warning"
@@ -760,9 +760,9 @@ def test_figures_within_twice_of_each_other_agree_and_others_are_said_to_be_far(
     assert ", which agrees" in said(here_s / 1.9)
     assert "3 times as long, so they have fewer or busier cores" in said(3 * here_s)
     assert "3 times as fast, so they have more cores" in said(here_s / 3)
-    assert "computed from cores and line as measured here" in said(here_s)
+    assert "computed from the cores and the link as measured here" in said(here_s)
     unmeasured = checks.merges_of_run(replace(run, merge_s=1.0), checks.site_of(run, here, None), here).found
-    assert "computed from cores as measured here, with a line of 100Gbit/s assumed" in unmeasured
+    assert "computed from the cores as measured here, assuming a link of 100Gbit/s" in unmeasured
 
 
 def test_more_blas_threads_than_cores_are_named() -> None:
@@ -771,7 +771,7 @@ def test_more_blas_threads_than_cores_are_named() -> None:
     if cores == 1:
         pytest.skip("on one core BLAS takes one thread whatever it is told")
     done = python("-m", "diloco", "doctor", "--as", "syncer", OPENBLAS_NUM_THREADS=str(cores))
-    assert f"warning BLAS: a merge multiplies matrices on {cores} of {cores} cores" in done.stdout
+    assert f"warning BLAS: a merge multiplies matrices with {cores} threads on {cores} cores" in done.stdout
     assert "-> unset OPENBLAS_NUM_THREADS" in done.stdout
     assert "1 warning, " in done.stdout
     assert checks.blas(32, 4, 8).level == "ok"

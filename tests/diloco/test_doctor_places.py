@@ -85,12 +85,12 @@ def test_a_folder_that_cannot_be_written_is_no_comfort_for_a_server_that_forgets
 
 
 def test_a_folder_that_is_not_there_yet_is_said_to_be_made_or_not_to_be(look: Look, tmp_path: Path) -> None:
-    """It is tried by making it elsewhere in the same folder: a link to nothing, or a name too long, is no folder."""
+    """It is tried by making it elsewhere in the same folder: a link to nothing, or a name too long, is not a folder."""
     _, found = look("--tape-dir", str(tmp_path / "new" / "tape"))
     assert found["disk of tape-dir"].level == "ok"
-    assert "which will be made" in found["disk of tape-dir"].found
+    assert "which will be created" in found["disk of tape-dir"].found
     (tmp_path / "there").mkdir()
-    assert "will be made" not in look("--tape-dir", str(tmp_path / "there"))[1]["disk of tape-dir"].found
+    assert "will be created" not in look("--tape-dir", str(tmp_path / "there"))[1]["disk of tape-dir"].found
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     for name in ("link", "link/below", "x" * 300):
         status, found = look("--tape-dir", str(tmp_path / name))
@@ -131,7 +131,7 @@ def test_what_a_run_has_saved_already_is_not_asked_of_the_disk_again(
 def test_a_place_is_tried_alike_by_doctor_and_syncer(tmp_path: Path) -> None:
     """So that neither begins what the other would refuse."""
     (tmp_path / "taken").write_text("")
-    with pytest.raises(OSError, match="is no folder") as refused:
+    with pytest.raises(OSError, match="is not a folder") as refused:
         place_of(tmp_path / "taken" / "run").check()
     found = measure.look_at_folder("checkpoint-dir", tmp_path / "taken" / "run")
     assert found.problem == str(refused.value)

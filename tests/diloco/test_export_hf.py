@@ -160,7 +160,7 @@ def test_what_is_nowhere_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         status, said = export(capsys, saved, tmp_path / "out", "--hf", hf_folder(tmp_path / name, weights))
         assert status == 2
         assert "model.layers.0.norm.weight" in said
-        assert "give the folder with the weights that the run began with" in said
+        assert "give the folder with the weights that the run started from" in said
         assert not (tmp_path / "out").exists()
 
 
@@ -178,8 +178,8 @@ def test_a_folder_of_another_base_is_warned_of(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"weights": {"other.weight": array(2, 2)}}, "belong to another model: they have other.weight"),
-        ({"weights": TRAINED | {"model.norm.weight": array(5)}}, "model.norm.weight is [4] in the run and [5] in"),
+        ({"weights": {"other.weight": array(2, 2)}}, "belong to a different model: they have other.weight"),
+        ({"weights": TRAINED | {"model.norm.weight": array(5)}}, "model.norm.weight is [4] in the run, but [5] in"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"dtype": "float8"}, "dtype 'float8' is none of float32"),
     ],
@@ -214,7 +214,7 @@ def test_too_large_for_float16_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     """Rather than written as infinite; nothing of the folder is left."""
     saved = checkpoint(tmp_path / "saved", {"w": np.array([[1e6, 0.0]], np.float32)})
     status, said = export(capsys, saved, tmp_path / "out", "--hf", hf_folder(tmp_path / "config", dtype="float16"))
-    assert (status, "w has values that float16 has not" in said) == (2, True)
+    assert (status, "w has values that do not fit in float16" in said) == (2, True)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["config", "saved"]
 
 
@@ -232,7 +232,7 @@ def test_nothing_is_replaced_unasked(tmp_path: Path, capsys: pytest.CaptureFixtu
     status, said = export(capsys, saved, out, "--hf", config, "--overwrite")
     assert (status, "holds other weights" in said) == (2, True)
     status, said = export(capsys, saved, config, "--hf", config, "--overwrite")
-    assert (status, "choose another one to write to" in said) == (2, True)
+    assert (status, "choose a different output folder" in said) == (2, True)
     (tmp_path / "file").write_text("")
     status, said = export(capsys, saved, tmp_path / "file", "--hf", config)
     assert (status, "--hf writes a folder" in said) == (2, True)
@@ -277,8 +277,8 @@ def test_an_adapters_tensors_have_pefts_names(
     ("kind", "names", "told"),
     [
         ("PROMPT_TUNING", ["q.lora_A.default.weight"], "peft_type 'PROMPT_TUNING' is not known"),
-        ("LORA", ["q.lora_A.default.weight", "norm.weight"], "no part of a LORA adapter's file: "),
-        ("LORA", ["q.ia3_l.default"], "no part of a LORA adapter's file: "),
+        ("LORA", ["q.lora_A.default.weight", "norm.weight"], "not part of a LORA adapter's file: "),
+        ("LORA", ["q.ia3_l.default"], "not part of a LORA adapter's file: "),
         ("LORA", ["q.lora_A.one.weight", "q.lora_A.two.weight"], "several adapters (one, two)"),
     ],
 )
@@ -298,7 +298,7 @@ def test_an_adapter_needs_its_config(tmp_path: Path, capsys: pytest.CaptureFixtu
     where = checkpoint(tmp_path / "saved", {f"{PEFT}.q.lora_A.default.weight": array(2, 4)})
     config = hf_folder(tmp_path / "config")
     status, said = export(capsys, where, tmp_path / "out", "--hf", config)
-    assert (status, "takes the folder with its adapter_config.json" in said) == (2, True), said
+    assert (status, "pass --hf the folder with its adapter_config.json" in said) == (2, True), said
     (config / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     own = {f"{PEFT}.q.lora_A.weight": array(2, 4), f"{PEFT}.k.lora_A.weight": array(2, 4)}
     safetensors.numpy.save_file(own, config / "adapter_model.safetensors")

@@ -68,7 +68,7 @@ def test_a_batch_of_which_that_is_not_known_is_refused_with_what_to_do(batch: An
 def test_an_argument_that_no_learner_takes_is_refused_before_training() -> None:
     with pytest.raises(TypeError, match="budget"):
         RunLoader([], nn.Linear(1, 1), None, run="r", budget=7)
-    with pytest.raises(UsageError, match="before training has begun"):
+    with pytest.raises(UsageError, match="only once training has begun"):
         _ = Hosted(None, {}).present
     with pytest.raises(UsageError, match=r"progress_schedule\(warmup=2\)"):
         check_schedule({"warmup": 2})
@@ -135,7 +135,7 @@ def test_a_loader_lasts_as_long_as_the_run_and_leaves_the_runs_model(redis_serve
                     assert training.rounds.tokens == 2 * made
                     assert training.losses.shown() == float(loss.detach())
         assert made >= 120
-        with pytest.raises(UsageError, match="before training has begun"):
+        with pytest.raises(UsageError, match="only once training has begun"):
             _ = loader.learner
         other = Loop(seed=1)
         assert list(other.loader(redis_server, "loader")) == []
@@ -169,7 +169,7 @@ def test_a_loop_that_is_left_leaves_the_run_and_may_come_back(redis_server: str)
             assert torch.equal(loop.model.bias, torch.full((4,), 7.0))
             learner.load_globals()
             assert not torch.equal(loop.model.bias, torch.full((4,), 7.0))
-        with pytest.raises(UsageError, match="the loader has no batch"):
+        with pytest.raises(UsageError, match="the loader is empty"):
             list(RunLoader([], loop.model, loop.optimizer, run="left", redis_url=redis_server))
         assert not threads()
 
@@ -265,7 +265,7 @@ def test_an_iterator_that_is_dropped_on_the_learners_own_thread_leaves_the_run(r
         held = [iter(loader)]
         loop.learn(next(held[0]))
         loop.step()
-        with pytest.raises(UsageError, match=r"under way: close\(\) its iterator"):
+        with pytest.raises(UsageError, match=r"in progress: close\(\) its iterator"):
             next(iter(loader))
         noted, exchange = signal.getsignal(signal.SIGTERM), loader.learner.joined.exchange
         flush = exchange.leave
@@ -350,7 +350,7 @@ def test_no_learner_is_left_behind_where_training_cannot_begin(
             interrupted()
         assert not threads()
         assert [seen.report.left for seen in reports(redis_server, run)] == [True]
-    with pytest.raises(UsageError, match="before training has begun"):
+    with pytest.raises(UsageError, match="only once training has begun"):
         _ = hosted.present
 
 
@@ -368,7 +368,7 @@ def test_the_share_at_which_a_trainer_ended_is_the_one_known_after_leaving() -> 
     with capture_logs() as log:
         assert not hosted.leave("more steps")
     assert [one["detail"] for one in log if one["event"] == "trainer_ended_first"] == [
-        "the trainer ended at about 40.0% of the run, which goes on without it: more steps"
+        "the trainer ended at about 40.0% of the run, which continues without it: more steps"
     ]
 
 

@@ -66,7 +66,7 @@ def test_a_folder_in_use_is_never_overwritten_unasked(tmp_path):
     (used / "thesis.txt").write_text("years of work")
     with pytest.raises(UsageError, match=r"not empty.*--overwrite"):
         prepare(RunProcess(out=used))
-    with pytest.raises(UsageError, match="something else than a run"):
+    with pytest.raises(UsageError, match="something other than a run"):
         prepare(RunProcess(out=used, overwrite=True))
     assert (used / "thesis.txt").exists()
 
@@ -295,9 +295,9 @@ def test_urls_are_shown_without_their_secrets(url, shown):
         ({"syncers": 2, "method": "data-parallel"}, "--syncers"),
         ({"state_every": 5.0, "method": "data-parallel"}, "DILOCO_STATE_EVERY"),
         ({"drain_s": 9.0, "method": "data-parallel"}, "DILOCO_DRAIN_S"),
-        ({"syncers": 3, "http_port": 65534}, "http_port=65534.*65535 is the last"),
+        ({"syncers": 3, "http_port": 65534}, "http_port=65534.*the last would be above 65535"),
         ({"quorum": 2, "outer": "nesterov", "lease_s": 9.0, "method": "data-parallel"}, "--quorum; --outer; --lease-s"),
-        ({"outer_lr": 0.5, "method": "data-parallel"}, "--outer-lr needs another --method"),
+        ({"outer_lr": 0.5, "method": "data-parallel"}, "--outer-lr needs a different --method"),
         ({"grace_gamma": 0.5, "method": "data-parallel"}, "DILOCO_GRACE_GAMMA"),
         ({"http_port": 8080, "method": "data-parallel"}, "--http-port"),
         ({"outer_momentum": 0.0}, "outer=halley needs an outer momentum above 0"),
@@ -315,7 +315,7 @@ def test_the_baseline_takes_what_it_uses_and_what_is_as_usual():
 
 def test_a_remedy_is_one_that_helps():
     """The quorum of a resumed run stays."""
-    with pytest.raises(UsageError, match=r"give more --learners or a smaller --quorum or --redis-port"):
+    with pytest.raises(UsageError, match=r"pass more --learners or a smaller --quorum or --redis-port"):
         check(RunProcess(quorum=5))
     with pytest.raises(UsageError, match=r"give more --learners or --redis-port"):
         check(RunProcess(quorum=5, resume=Path("somewhere")))
@@ -324,7 +324,7 @@ def test_a_remedy_is_one_that_helps():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"kill_learner": 4}, "learners 0 to 3"),
+        ({"kill_learner": 4}, "use a number from 0 to 3"),
         ({"kill_learner": 1, "kill_at": 0.7}, "restart_at=0.6"),
         ({"method": "data-parallel"}, "method"),
         ({"kill_learner": 0, "learners": 1}, "--learners 2 or more"),
@@ -377,7 +377,7 @@ def test_data_that_is_not_there_is_said_before_anything_is_started(resume):
     """Of a resumed run it is the checkpoint's, which the user did not type: the error says so."""
     with pytest.raises(UsageError, match=r"data='nothere': no such file or folder here") as refused:
         check(RunProcess(data="nothere", resume=resume))
-    assert ("say where it is now: --data" in str(refused.value)) is (resume is not None)
+    assert ("pass --data if the data has moved" in str(refused.value)) is (resume is not None)
 
 
 def test_a_data_set_of_a_hub_needs_its_library_before_anything_is_started(monkeypatch):
@@ -442,7 +442,7 @@ def test_a_live_run_without_a_redis_is_not_said_to_be_over(command, tmp_path, ca
     write_run(tmp_path / "out", method="data-parallel", redis_url=None, budget_tokens=5)
     assert cli.main([*command, str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "goes on without a Redis" in said
+    assert "runs without a Redis" in said
     assert f"diloco status {tmp_path / 'out'}" in said
 
 
@@ -471,7 +471,7 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert (found["phase"], found["report"]) == ("closing", str(tmp_path / "report.json"))
     assert cli.main(["report", str(tmp_path)]) == 1
-    assert "is being written, ask again soon" in capsys.readouterr().err
+    assert "is being written; try again soon" in capsys.readouterr().err
     folder.mark_ended("stopped before its first step")
     monkeypatch.setattr("diloco.launcher.locate.is_live", lambda folder: False)
     assert cli.main(["status", str(tmp_path)]) == 2
@@ -535,7 +535,7 @@ def test_a_run_whose_launcher_is_gone_is_called_so(tmp_path):
     write_run(tmp_path / "out", pids={"launcher": gone.pid})
     with pytest.raises(UsageError, match="ended without a report"):
         locate(BusSettings(), tmp_path / "out")
-    with pytest.raises(UsageError, match="no output folder"):
+    with pytest.raises(UsageError, match="not an output folder"):
         locate(BusSettings(), tmp_path)
 
 
@@ -551,7 +551,7 @@ def test_a_run_that_is_not_there_is_told_from_one_that_waits(tmp_path, redis_ser
     """A syncer that waits for its first learner says that it is here; of any other name nothing is on this Redis."""
     name = f"waits-{tmp_path.name}"
     assert cli.main(["status", "--redis-url", redis_server, "--run", name]) == 1
-    assert f"no run '{name}' on this Redis: is --run right?" in capsys.readouterr().err
+    assert f"this Redis has no run '{name}': check --run" in capsys.readouterr().err
     ask = ["status", "--json", "--redis-url", redis_server, "--run", name]
     with a_syncer(redis_server, name):
         wait_for(lambda: cli.main(ask) == 0)

@@ -177,7 +177,7 @@ def test_a_page_that_fails_says_so_and_is_made_anew(monkeypatch: pytest.MonkeyPa
                 data = json.loads(event.decode().split("data: ")[1])
                 if not (said and data.get("sentence") is None):
                     said.append(data["sentence"]["text"])
-                if "could not be made (OverflowError: cannot convert" in said[-1]:
+                if "could not be created (OverflowError: cannot convert" in said[-1]:
                     fails[0] = False
                 elif not fails[0] and "well" in said[-1]:
                     break
@@ -219,7 +219,7 @@ async def test_a_page_that_cannot_be_kept_costs_a_run_its_report_no_more(
     told: list[str] = []
     async with left_in(tmp_path, MemoryBus("run", LoopClock()), HttpSettings(), told.append, RedisRoute()):
         pass
-    assert told[-1] == "the page could not be made: OverflowError: too large"
+    assert told[-1] == "the page could not be created: OverflowError: too large"
     assert not (tmp_path / MODEL_FILE).exists()
 
 
@@ -241,9 +241,9 @@ def test_a_picture_and_a_text_that_cannot_be_made_cost_no_report(
     conclude(outcome([samples.report()], SANE), RunProcess(), folder)
     report = json.loads(folder.report.read_text())
     assert report["warnings"] == [
-        "the text could not be made: OverflowError: too large",
-        "the picture could not be made: OverflowError: too large",
+        "the text could not be created: OverflowError: too large",
+        "the picture could not be created: OverflowError: too large",
     ]
     assert report["plot"] is None
     assert report["global_val_loss"] == 2.5
-    assert "warning: the picture could not be made" in capsys.readouterr().out
+    assert "warning: the picture could not be created" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def told(path: Path, there: Path, said: str) -> bool:
     return (
         f"({os.geteuid()}) has no permission to use {path}: {there} is " in said
         and (f"chown -R {os.geteuid()} {there}" if ROOT else f"chmod u+rwX {there}") in said
-        and said.rstrip().endswith("or name another place")
+        and said.rstrip().endswith("or choose another location")
     )
 
 

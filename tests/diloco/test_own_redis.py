@@ -94,7 +94,7 @@ def test_a_file_of_users_is_taken_in_place_of_a_password(
     ):
         users.write_text(opened + "\n")
         assert cli.main(["redis", "--redis-users", str(users)]) == 2
-        assert "make it by `diloco acl`" in capsys.readouterr().err
+        assert "create it with `diloco acl`" in capsys.readouterr().err
     assert cli.main(["redis", "--redis-users", str(tmp_path / "nosuch")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
@@ -123,7 +123,7 @@ def test_a_rule_that_the_server_does_not_know_is_named_by_its_line(
     said = capsys.readouterr().err
     assert said.startswith((f"error: {users}, {wrong}", f"error: {users}: {wrong}"))
     assert said.count("\n") == 1
-    assert "by `diloco acl`" in said
+    assert "with `diloco acl`" in said
     assert "WARNING" not in said
     assert "eve" not in said
     assert "hunter2" not in said

@@ -101,17 +101,17 @@ def test_a_page_of_a_damaged_file_is_refused(tmp_path: Path, capsys: pytest.Capt
     page.write_text("before")
     (tmp_path / MODEL_FILE).write_text(json.dumps({"run": "\ud800", "coarse": {"step_s": 1}, "notes": []}))
     assert main(["report", str(tmp_path), "--html", str(page)]) == 2
-    assert f"{page} cannot be written, what it is to show is damaged" in capsys.readouterr().err
+    assert f"{page} cannot be written, because its data is damaged" in capsys.readouterr().err
     assert page.read_text() == "before"
 
 
 def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By its name, and with what was looked for."""
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "x.html")]) == 2
-    assert "holds neither page.json nor a tape (*.msgpack)" in capsys.readouterr().err
+    assert "has neither page.json nor a tape (*.msgpack)" in capsys.readouterr().err
     tape(tmp_path / "tape", merges=0)
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "x.html")]) == 2
-    assert "has no merge: there is nothing to show" in capsys.readouterr().err
+    assert "has no merges, so there is nothing to show" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
     assert "has no report.json" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
@@ -121,10 +121,10 @@ def test_the_report_of_a_run_that_left_none_says_how_it_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the status does, and that a page can still be made."""
-    (tmp_path / RUN_FILE).write_text(RunFile(ended="ended at once by a second signal", pids={}).model_dump_json())
+    (tmp_path / RUN_FILE).write_text(RunFile(ended="stopped at once by a second signal", pids={}).model_dump_json())
     assert main(["report", str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert f"the run in {tmp_path} was ended at once by a second signal; its logs are in {tmp_path / 'logs'}" in told
+    assert f"the run in {tmp_path} was stopped at once by a second signal; its logs are in {tmp_path / 'logs'}" in told
     assert "--html FILE" in told
 
 
@@ -168,7 +168,7 @@ def test_an_output_folder_gets_the_page_of_its_own_run_alone(
 def test_a_report_of_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "nosuch")]) == 2
     said = capsys.readouterr().err
-    assert f"there is no folder {tmp_path / 'nosuch'}" in said
+    assert f"the folder {tmp_path / 'nosuch'} does not exist" in said
     assert "tape" not in said
 
 
@@ -183,7 +183,7 @@ def test_a_report_is_of_the_run_on_the_redis_that_is_named(
     (tmp_path / "runs" / "x" / "report.json").write_text("{}")
     ask = ["report", "--redis-url", redis_server, "--run", name]
     assert main(ask) == 1
-    assert f"no run '{name}' on this Redis" in capsys.readouterr().err
+    assert f"this Redis has no run '{name}'" in capsys.readouterr().err
 
     async def put(phase: Phase) -> None:
         async with open_bus(redis_server, name) as bus:
@@ -200,7 +200,7 @@ def test_a_report_is_of_the_run_on_the_redis_that_is_named(
     assert main([*ask, "--html", str(tmp_path / "now.html")]) == 0
     told = model_in(tmp_path / "now.html")
     assert list(told["learners"]) == ["anna"]  # type: ignore[call-overload]
-    assert told["notes"][0].startswith("This page stands still")  # type: ignore[index]
+    assert told["notes"][0].startswith("This page is a snapshot")  # type: ignore[index]
     assert told["totals"]["redis"]["used"] > 0  # type: ignore[index]
     series = told["coarse"]["series"]  # type: ignore[index]
     assert min(series["received"][-1], series["sent"][-1]) > 0
@@ -235,7 +235,7 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
             lines = iter(process.stdout.readline, "")
             over = next(line for line in lines if "finished" in line)
             assert over == (
-                f"run 'gone' is finished: its page stays here until Ctrl-C; its report: diloco report {tmp_path}\n"
+                f"run 'gone' is finished; its page stays up until Ctrl-C; its report: diloco report {tmp_path}\n"
             )
             server.kill()
             time.sleep(4.5)  # longer than `verdict.AWAY_S`, and a look
@@ -254,7 +254,7 @@ def test_a_report_of_another_form_is_refused_by_its_name(
     """It is damaged, or of something else: neither a traceback nor a run that is still closing."""
     (tmp_path / "report.json").write_text(left)
     assert main([command, str(tmp_path)]) == 2
-    assert "report.json is no report of `diloco run`, or damaged" in capsys.readouterr().err
+    assert "report.json is not a report of `diloco run`, or is damaged" in capsys.readouterr().err
 
 
 def test_a_process_that_has_the_launchers_id_by_now_is_not_taken_for_it(
@@ -289,10 +289,12 @@ async def test_a_page_outlives_the_output_folder_of_its_run_for_as_long_as_redis
     page = SimpleNamespace(model=SimpleNamespace(over=False)), ""
     monkeypatch.setattr(watch, "served", lambda *given: nullcontext(page))
     place = Place("kept", "redis://127.0.0.1:1", tmp_path / "deleted")
-    with pytest.raises(DilocoError, match="deleted was moved or deleted, and the Redis of its run 'kept' does not"):
+    with pytest.raises(
+        DilocoError, match="deleted was moved or deleted, and the Redis of its run 'kept' no longer answers"
+    ):
         await watch._serve(WatchProcess(), place)
     assert 10 < bus.read_state.await_count < len(answers)  # type: ignore[attr-defined]  # a mock
-    assert capsys.readouterr().out.count("was moved or deleted: watching its run while its Redis answers") == 1
+    assert capsys.readouterr().out.count("was moved or deleted: watching its run for as long as its Redis answers") == 1
 
 
 @pytest.mark.redis
@@ -301,7 +303,7 @@ def test_a_page_beside_any_run(redis_server: str) -> None:
     with watching("--run", "beside", "--redis-url", redis_server) as process:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], HANGING_S)[0]
-        (address,) = re.findall(r"^page (http://127\.0\.0\.1:\d+/) \(it asks for DILOCO_", process.stdout.readline())
+        (address,) = re.findall(r"^page (http://127\.0\.0\.1:\d+/) \(it requires DILOCO_", process.stdout.readline())
         assert 'src="/page/app.js"' in "".join(lines_of(address, "/", 30))
         lines = lines_of(address, "/page/events", 3)
         assert lines[1] == "event: snapshot\n"

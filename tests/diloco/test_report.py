@@ -203,7 +203,7 @@ def test_the_demonstration_says_what_the_others_and_the_run_lost():
     refused = [rejected(1, *A, 10, 10, unix_s=4.0), rejected(0, *A, 20, 20, unix_s=6.0), rejected(0, *B, 9, 9, 6.0)]
     built = build(outcome(kill=kill, records=[*outcome().records, *refused[:2]]))
     assert built["demo"]["others_rejected"] == {"before": 7, "while": 6, "after": 0}
-    assert "rejected: 7 before, 6 while it was away, 0 after" in summary(built)
+    assert "Rejected tokens of the others: 7 before, 6 while it was away, 0 after" in summary(built)
     died = build(
         outcome(
             kill=kill,
@@ -254,7 +254,7 @@ def test_what_the_run_lost_with_a_learner_is_what_the_ledger_says_has_died(merge
 def test_a_run_that_nobody_has_evaluated_says_why_it_has_no_loss():
     """One that was not a number is another matter."""
     built = build(outcome(evaluations=[], stopped=True))
-    assert "no global validation loss is known: no evaluator has measured one" in summary(built)
+    assert "the global validation loss is not known, because no evaluator has measured it" in summary(built)
     assert built["warnings"] == []
     diverged = json.loads(dumps(build(outcome(evaluations=[evaluation(180, 12.0, math.nan, final=True)]))))
     assert "global validation loss not a number" in summary(diverged)
@@ -277,7 +277,7 @@ def test_of_a_run_on_its_redis_the_same_is_said():
     heads = [samples.head(p, version=4) for p in range(2)]
     said = summary_so_far(build_status("my-run", samples.spec(), samples.run_state(), seen, heads, None, [], 1100.0))
     assert "run 'my-run', 3 learners, 1 of them died, " in said
-    assert "no global validation loss is known: no evaluator has measured one" in said
+    assert "the global validation loss is not known, because no evaluator has measured it" in said
 
 
 def test_tokens_at_a_moment_are_interpolated():

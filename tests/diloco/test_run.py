@@ -197,9 +197,9 @@ async def test_what_came_back_is_told_once_in_a_line(tmp_path: Path) -> None:
         for _ in range(2):
             launcher._tell_moments(life)  # type: ignore[arg-type]
     assert screen.notes == [
-        "learner-0 begins with fresh moments, and a ramp of its learning rate",
-        "learner-0 goes on with the moments that it had saved",
-        "learner-0 begins with the moments of another learner",
+        "learner-0 starts with fresh moments and a learning-rate ramp",
+        "learner-0 continues with its saved moments",
+        "learner-0 starts with the moments of another learner",
     ]
 
 
@@ -289,4 +289,4 @@ async def test_a_syncer_that_the_launcher_has_to_kill_is_warned_of_once(tmp_path
         child.status = 0
     children["syncer"].status, children["syncer"].stops_s = None, 10_000.0
     await launcher.wind_down()
-    assert screen.notes[-1] == "warning: syncer did not end after SIGTERM: SIGKILL"
+    assert screen.notes[-1] == "warning: syncer did not end after SIGTERM: sending SIGKILL"

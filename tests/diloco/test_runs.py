@@ -98,7 +98,7 @@ def test_a_run_of_another_wire_format_is_told_of_with_both_numbers_and_what_work
     """Nobody is sent to a command that refuses that run."""
     theirs = msgpack.packb({**samples.spec().model_dump(), "format": FORMAT + 1, "of_that_build": 1})
     held.on(lambda bus: bus.propose_spec(theirs))
-    both = f"wire format {FORMAT + 1}, this build speaks {FORMAT} (`diloco --version`)"
+    both = f"wire format {FORMAT + 1}, but this build speaks {FORMAT} (`diloco --version`)"
     does = (
         f"; use a build that speaks {FORMAT + 1}, or stop all parties, update them, and continue from the run's checkp"
     )
@@ -108,8 +108,11 @@ def test_a_run_of_another_wire_format_is_told_of_with_both_numbers_and_what_work
     held.on(lambda bus: bus.acquire_lease(0, "a", 60.0))
     assert held.diloco("runs", "delete", held.name, "--yes") == 2
     said = capsys.readouterr().err
-    assert "1 syncer at work on it" in said
-    assert f"end it first, by `diloco finish --run {held.name}` of a build that reads it, or stop its parties" in said
+    assert "1 syncer working on it" in said
+    assert (
+        f"end it first with `diloco finish --run {held.name}` with a build that can read it, or stop its parties"
+        in said
+    )
     watching = ("watch", "--web", "--run", held.name, "--http-port", "0")
     for command in (("finish", "--run", held.name), ("runs", "extend", held.name, "--tokens", "5M"), watching):
         assert held.diloco(*command) == 2
@@ -139,7 +142,7 @@ def test_a_run_at_work_is_not_deleted(held: Held, capsys: pytest.CaptureFixture[
     held.on(lambda bus: bus.write_report(samples.report("l0")))
     before = held.backdoor.dump()
     assert held.diloco("runs", "delete", held.name, "--yes") == 2
-    assert f"1 learner at work on it: end it first, by `diloco finish --run {held.name}`" in capsys.readouterr().err
+    assert f"1 learner working on it: end it first with `diloco finish --run {held.name}`" in capsys.readouterr().err
     assert held.backdoor.dump() == before
 
 
@@ -147,7 +150,7 @@ def test_nothing_is_deleted_unasked(held: Held, capsys: pytest.CaptureFixture[st
     """Without a terminal nobody can be asked."""
     held.begin(Phase.FINISHED)
     assert held.diloco("runs", "delete", held.name) == 2
-    assert "give --yes to delete it" in capsys.readouterr().err
+    assert "pass --yes to delete it" in capsys.readouterr().err
     assert held.state.phase is Phase.FINISHED
 
 
@@ -211,7 +214,7 @@ def test_the_operator_of_one_run_sees_that_there_are_others_and_frees_its_own(
         assert (found[other.name]["phase"], found[other.name]["tokens"]) == ("not permitted", 0)
         assert found[other.name]["keys"] == len(other.backdoor.dump())
         assert held.diloco("runs", "delete", other.name, "--yes") == 2
-        assert "take the operator of that run" in capsys.readouterr().err
+        assert "use the operator of that run" in capsys.readouterr().err
         assert other.state.phase is Phase.FINISHED
         assert held.diloco("runs", "delete", held.name, "--yes") == 0
     other.backdoor.client.close()
@@ -228,7 +231,7 @@ def test_an_extension_that_was_killed_between_its_two_writes_is_made_again(held:
 
 def test_a_budget_that_is_used_up_already_extends_nothing(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
     held.begin(Phase.FINISHED, tokens=900)
-    said = {"900": "has trained 900 already", "-1": "whole number", "much": "whole number", "5000000T": "below 2^62"}
+    said = {"900": "has already trained 900", "-1": "whole number", "much": "whole number", "5000000T": "below 2^62"}
     for tokens, told in said.items():
         assert held.diloco("runs", "extend", held.name, "--tokens", tokens) == 2
         assert told in capsys.readouterr().err
@@ -240,7 +243,7 @@ def test_nothing_is_extended_while_a_syncer_is_there(held: Held, capsys: pytest.
     held.begin(Phase.FINISHED)
     held.on(lambda bus: bus.announce_syncer("aa" * 8, "s0", 30))
     assert held.diloco("runs", "extend", held.name, "--tokens", "5k") == 2
-    assert "try again once they are gone" in capsys.readouterr().err
+    assert "try again once they have exited" in capsys.readouterr().err
 
 
 def test_finish_drains_a_run_and_says_what_it_waits_for(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +252,7 @@ def test_finish_drains_a_run_and_says_what_it_waits_for(held: Held, capsys: pyte
     assert held.state.phase is Phase.DRAINING
     held.on(lambda bus: bus.write_state(samples.run_state(phase=Phase.FINISHED)))
     assert held.diloco("finish", "--run", held.name) == 0
-    assert "is finished already" in capsys.readouterr().out
+    assert "is already finished" in capsys.readouterr().out
 
 
 def test_finish_asks_again_when_redis_loses_that_it_was_asked(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +273,7 @@ def test_finish_asks_again_when_redis_loses_that_it_was_asked(held: Held, capsys
     held.backdoor.client.hset(key, mapping=before)
     held.on(lambda bus: runs._finished(bus, held.name, asyncio.Event(), tell, True))
     assert told[0].startswith(f"run '{held.name}' was asked to finish, at ")
-    assert any("was asked again to finish, since Redis had lost it" in line for line in told)
+    assert any("was asked to finish again, since Redis had lost the request" in line for line in told)
     assert told[-1].startswith("finished: ")
 
 
@@ -287,6 +290,6 @@ def test_finish_leaves_a_run_alone_that_was_extended_meanwhile(held: Held, capsy
         told.append(line)
         held.backdoor.client.hset(key, mapping=extended)
 
-    with pytest.raises(DilocoError, match="has been extended or begun anew since"):
+    with pytest.raises(DilocoError, match="has since been extended or restarted"):
         held.on(lambda bus: runs._finished(bus, held.name, asyncio.Event(), tell, True))
     assert held.state.phase is Phase.RUNNING

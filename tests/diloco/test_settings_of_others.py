@@ -202,9 +202,9 @@ def test_export_names_the_folder_that_it_makes_and_takes_only_a_files_place(tmp_
     found = export.Globals({"w": tensor}, "of a test", {}, {}, "nowhere")
     monkeypatch.setattr(export, "make_of_globals", lambda place, make: make(found))
     export.export(tmp_path, tmp_path / "new" / "model.safetensors")
-    assert f"{tmp_path / 'new'}: made this folder\n" in capsys.readouterr().out
+    assert f"{tmp_path / 'new'}: created this folder\n" in capsys.readouterr().out
     export.export(tmp_path, tmp_path / "new" / "other.safetensors")
-    assert "made this folder" not in capsys.readouterr().out
+    assert "created this folder" not in capsys.readouterr().out
     (tmp_path / "new" / "to").symlink_to("other.safetensors")
     before = (tmp_path / "new" / "other.safetensors").stat().st_ino
     export.export(tmp_path, tmp_path / "new" / "to", overwrite=True)
@@ -212,5 +212,5 @@ def test_export_names_the_folder_that_it_makes_and_takes_only_a_files_place(tmp_
     assert (tmp_path / "new" / "other.safetensors").stat().st_ino != before
     os.mkfifo(tmp_path / "new" / "pipe")
     for out in (tmp_path / "new" / "pipe", tmp_path / "new", tmp_path / "new" / "."):
-        with pytest.raises(UsageError, match="is no file: name one"):
+        with pytest.raises(UsageError, match="is not a file: give a file name"):
             export.export(tmp_path, out, overwrite=True)

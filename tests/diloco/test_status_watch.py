@@ -55,7 +55,7 @@ def test_it_goes_through_an_outage_and_ends_cleanly_at_ctrl_c(redis_binary: obje
             for _ in range(2):
                 assert json.loads(process.stdout.readline())["tokens"] == 1000
             server.kill()
-            assert "Redis does not answer" in process.stderr.readline()
+            assert "Redis is not answering" in process.stderr.readline()
             server.start()
             assert json.loads(process.stdout.readline())["run"] == "away"
             process.send_signal(signal.SIGINT)
@@ -141,5 +141,5 @@ def test_who_waits_for_redis_is_told_so(
     monkeypatch.setattr(status_command, "read_status", noted)
     asyncio.run(begin(redis_server, "late", samples.run_state(tokens=700)))
     assert main(["status", "--run", "late", "--redis-url", redis_server]) == 0
-    assert ("Redis has not answered yet" in capsys.readouterr().err) is bool(wait_s)
+    assert ("waiting for Redis, which has not answered yet" in capsys.readouterr().err) is bool(wait_s)
     assert asked == [0.0 if wait_s else math.inf]

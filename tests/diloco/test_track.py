@@ -138,9 +138,9 @@ def test_curves_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     with writer(tmp_path, Kept(), "a") as first:
         first.see(replace(poll([samples.seen()]), origin_s=5.0))
         first.end()
-        with pytest.raises(UsageError, match="another watcher writes there"):
+        with pytest.raises(UsageError, match="another watcher is writing there"):
             Notes(tmp_path, "a", "kept")
-    with pytest.raises(UsageError, match=r"has curves of run 'a': name another folder for 'b'"):
+    with pytest.raises(UsageError, match=r"has curves of run 'a': choose a different folder for 'b'"):
         Notes(tmp_path, "b", "kept")
     with writer(tmp_path, Kept(), "a") as again, pytest.raises(UsageError, match="curves of an earlier run named 'a'"):
         again.see(replace(poll([]), origin_s=6.0))
@@ -149,10 +149,10 @@ def test_curves_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["--to", "excel"], "there are tensorboard, wandb"),
-        ([], "give --web or --to"),
-        (["--to", "wandb", "--web"], "give --web or --to"),
-        (["--web", "--into", "x"], "--into is the folder of --to"),
+        (["--to", "excel"], "use one of tensorboard, wandb"),
+        ([], "pass --web or --to"),
+        (["--to", "wandb", "--web"], "pass --web or --to"),
+        (["--web", "--into", "x"], "--into is the folder for --to"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(

@@ -248,7 +248,7 @@ def test_the_command_says_which_model_it_reckons_with_and_what_a_round_moves(
 def test_who_calls_learner_is_told_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     """It takes no settings file. What is as usual is left out; what is printed is what a `Learner` takes."""
     assert main(["plan", "--params", "10M", "--step-time", "1s", "--link", "1Gbps"]) == 0
-    assert "sets them for all: none, since they are the defaults" in " ".join(capsys.readouterr().out.split())
+    assert "sets them for all: none, since these are the defaults" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "--params", "7B", "--step-time", "4s", "--link", "500Mbps", "--outer", "nesterov"]) == 0
     (call,) = re.findall(r"Learner\(\.\.\., sync=(SyncSettings\(.*?\))\)", " ".join(capsys.readouterr().out.split()))
     made = eval(call, {"SyncSettings": SyncSettings})  # noqa: S307  # what we have printed

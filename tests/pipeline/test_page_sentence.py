@@ -146,7 +146,7 @@ def test_a_finished_run() -> None:
     ("reason", "budget", "how"),
     [
         ("stopped by the user", 5000, "was stopped at 40% of its budget (by the user)"),
-        ("asked by `diloco finish`", 2001, "was stopped at 99% of its budget (asked by `diloco finish`)"),
+        ("requested by `diloco finish`", 2001, "was stopped at 99% of its budget (requested by `diloco finish`)"),
         ("", 5000, "was stopped at 40% of its budget"),
         ("stopped by the user", 2000, "is finished"),
         ("the token budget is reached", 2000, "is finished"),

@@ -36,9 +36,9 @@ def dies(party: Party, rank: int, where: str, named: bool) -> None:
         assert statuses[other] > 0, f"rank {other} has crashed, by {statuses[other]}\n{party.shown()}"
         said = "\n".join(party.said(f"trio-{other}", "")[before[other] :])
         assert "RankGone: " in said or "rank_gone" in said, party.shown()
-        assert not named or f"rank {rank} of this learner is gone" in said, party.shown()
+        assert not named or f"rank {rank} of this learner has ended" in said, party.shown()
     broken = [one.detail for one in party.events()[events:] if one.name == "learner_broken"]
-    assert [why.split(",")[0] for why in broken] == [f"rank {rank} of this learner is gone"] * named, party.shown()
+    assert [why.split(",")[0] for why in broken] == [f"rank {rank} of this learner has ended"] * named, party.shown()
 
 
 def test_a_rank_that_is_killed_apart_from_training_ends_its_learner_at_once(tmp_path: Path) -> None:

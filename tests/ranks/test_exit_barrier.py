@@ -40,7 +40,7 @@ async def test_ranks_that_train_on_are_named_to_all(who: list[int], monkeypatch:
     monkeypatch.setattr(shutdown, "LEAVE_TOGETHER_S", 0.05)
     for error in await leave(who):
         assert isinstance(error, RankGone)
-        left, others = str(error).split("these have not")
+        left, others = str(error).split("these did not")
         for rank in range(3):
             told = f"rank {rank} after step {STEPS}"
             assert (told in left, told in others) == (rank in who, rank not in who)
@@ -79,4 +79,4 @@ def test_a_rank_that_leaves_while_others_train_on_is_named_by_all(tmp_path: Path
                 assert f"left their loops: rank {gone} after step 25; in " in told
                 assert f"rank {other} after step 25" in told
         (told,) = party.said("error-0", "rank_gone")
-        assert "rank 1 of this learner has left its loop at step 26 by OSError('the data has ended')" in told
+        assert "rank 1 of this learner left its loop at step 26 by OSError('the data has ended')" in told

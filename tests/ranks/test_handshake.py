@@ -16,10 +16,10 @@ from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow]
 FIRST, SECOND = Address(host="first", port=1), Address(host="second", port=2)
-UNREADABLE = "rank 1 of this learner has sent a message that cannot be read: Address"
+UNREADABLE = "rank 1 of this learner sent an unreadable message: Address"
 CASES = [
     (codec.encode(SECOND), None, "[('first', 1), ('second', 2)]"),
-    *[(b"", size, f"rank 1 of this learner says {size} bytes") for size in (-1, 0, 2**60)],
+    *[(b"", size, f"rank 1 of this learner announced {size} bytes") for size in (-1, 0, 2**60)],
     (pickle.dumps(("second", 2)), None, UNREADABLE),
     (codec.encode(SECOND) + b"\0", None, UNREADABLE),
     (codec.encode(SECOND)[:-1], None, UNREADABLE),

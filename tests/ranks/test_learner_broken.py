@@ -75,14 +75,14 @@ def cut(member: Member) -> None:
 async def killed(member: Member) -> str:
     """By SIGKILL."""
     cut(member)
-    return f"rank {member._transport.rank} of this learner is gone"
+    return f"rank {member._transport.rank} of this learner has ended"
 
 
 async def asked(member: Member) -> str:
     """By SIGTERM while its main thread is inside torch."""
     await member.report_end("SIGTERM came", 2.0)
     cut(member)
-    return f"rank {member._transport.rank} of this learner was asked to end: SIGTERM came"
+    return f"rank {member._transport.rank} of this learner was asked to stop: SIGTERM was received"
 
 
 async def loop_fails(member: Member) -> str:

@@ -80,7 +80,7 @@ def test_a_random_state_of_other_ranks_or_another_run_is_not_taken(tmp_path: Pat
 def test_moments_of_other_rows_are_refused_where_no_set_is_whole(tmp_path: Path) -> None:
     """As many elements as this rank holds, but of another place: they would be taken for its own."""
     save(tmp_path, HALVES, 0, b"zero")
-    with pytest.raises(StateRefused, match="held other rows"):
+    with pytest.raises(StateRefused, match="held different rows"):
         folder(tmp_path, HALVES[::-1], 0).load(RUN, KIND)
     assert folder(tmp_path, HALVES, 0).load(RUN, KIND) is not None
 

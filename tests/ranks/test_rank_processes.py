@@ -91,10 +91,10 @@ def test_a_killed_rank_takes_its_learner_down_and_nobody_else(tmp_path: Path) ->
         assert all(statuses), party.shown()
         for rank in (0, 2):
             (gone,) = party.said(f"trio-{rank}", "rank_gone")
-            assert "rank 1 of this learner is gone, and the learner with it" in gone, party.shown()
+            assert "rank 1 of this learner has ended, so the learner ends too" in gone, party.shown()
             assert not party.said(f"trio-{rank}", "left"), party.shown()
         ((who, why),) = [(one.who, one.detail) for one in party.events() if one.name == "learner_broken"]
-        assert (who, why.split(",")[0]) == ("trio", "rank 1 of this learner is gone")
+        assert (who, why.split(",")[0]) == ("trio", "rank 1 of this learner has ended")
         assert solo.poll() is None
         seen = len(party.said("solo-0", "step"))
         again = party.learner("fsdp", "trio", 2)

@@ -133,7 +133,7 @@ def test_ranks_that_read_otherwise_than_rank_0_are_refused() -> None:
     crew = Crew(2, 96, 4)
     crew.told[0].notify(crew.asked, crew.fed.first, crew.fed.first.shard)
     heard = FollowingShards(crew.told[1], (96, SEED, 8, 1), lambda: None)
-    with pytest.raises(UsageError, match=r"this rank says length=96, seed=3, batch_size=8.*rank 0 .*batch_size=4"):
+    with pytest.raises(UsageError, match=r"this rank uses length=96, seed=3, batch_size=8.*rank 0 .*batch_size=4"):
         heard.first(lambda: None)
 
 
@@ -191,7 +191,7 @@ def test_a_rank_may_be_ended_before_it_trains_and_later_at_a_step_of_all(monkeyp
 def test_who_would_divide_the_batches_once_more_is_refused() -> None:
     """As Accelerate's `prepare`, which asks for the size: each rank would let go by what the others have not got."""
     crew = Crew(2, 96, 4)
-    with pytest.raises(UsageError, match=r"leave its loader out of accelerator\.prepare"):
+    with pytest.raises(UsageError, match=r"do not pass its loader to accelerator\.prepare"):
         getattr(crew.batches[1], "batch_size", None)
     assert Fed(96, 4).sampler.batch_size == 4
 

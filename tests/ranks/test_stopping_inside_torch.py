@@ -39,16 +39,16 @@ def test_a_rank_that_is_asked_to_end_inside_torch_ends_in_bounded_time(tmp_path:
         assert party.ended(pair[0]) == [AGAIN_STATUS], party.shown()
         assert time.monotonic() - began > 0.9 * HANG_S, "it is given the time of a step"
         (ended,) = party.said("duo-0", "rank_ended")
-        assert "SIGTERM came, and 10 s later its main thread still waits in " in ended
+        assert "SIGTERM came, and 10 s later its main thread is still waiting in " in ended
         assert "rank.py:" in ended
-        assert "rank 1 does not answer (it is paused, or its machine is unreachable)" in ended
+        assert "rank 1 is not answering (it is paused, or its machine is unreachable)" in ended
         ((who, why),) = [(one.who, one.detail) for one in party.events() if one.name == "learner_broken"]
         assert who == "duo"
-        assert "rank 0 of this learner was asked to end: SIGTERM came" in why
+        assert "rank 0 of this learner was asked to stop: SIGTERM was received" in why
         pair[1].send_signal(signal.SIGCONT)
         assert all(party.ended(pair[1])), party.shown()
         (gone,) = party.said("duo-1", "rank_gone")
-        assert "rank 0 of this learner was asked to end: SIGTERM came" in gone
+        assert "rank 0 of this learner was asked to stop: SIGTERM was received" in gone
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, AGAIN_STATUS), (signal.SIGINT, 128 + signal.SIGINT)])
@@ -60,7 +60,7 @@ def test_a_second_signal_ends_a_rank_inside_torch_at_once(tmp_path: Path, number
         pair[0].send_signal(number)
         assert party.ended(pair[0]) == [status], party.shown()
         (ended,) = party.said("duo-0", "rank_ended")
-        assert f"{signal.Signals(number).name} came again, and {SECOND_SIGNAL_S:g} s later" in ended
+        assert f"{signal.Signals(number).name} was received again, and {SECOND_SIGNAL_S:g} s later" in ended
 
 
 def test_a_rank_that_is_asked_to_end_while_it_meets_the_others_ends(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ async def test_one_that_is_gone_as_all_leave_is_not_waited_for() -> None:
             await asyncio.sleep(0)
         transport[1]._writers[0].transport.abort()
         for question in (asked, transport[0].ask(1, "echo")):
-            with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
+            with pytest.raises(RankGone, match="rank 1 of this learner has ended"):
                 await question
         assert await transport[0].ask(2, "echo") == 0
 
@@ -218,7 +218,7 @@ async def test_a_rank_that_dies_before_its_messages_are_read_is_noticed() -> Non
     (first, second) = connections(["127.0.0.1"] * 2)
     second[0].close()
     async with Transport.over(0, first) as transport:
-        with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
+        with pytest.raises(RankGone, match="rank 1 of this learner has ended"):
             await asyncio.wait_for(transport.watch(), HANGING_S)
 
 
@@ -241,7 +241,7 @@ def test_who_does_not_know_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch)
         for words in (*said, said[-1]):
             strangers.append(stack.enter_context(socket.create_connection(listener.getsockname()[:2])))
             strangers[-1].sendall(words)
-        with pytest.raises(RankGone, match=r"ranks \[2\] of this learner have not called rank 0"):
+        with pytest.raises(RankGone, match=r"ranks \[2\] of this learner have not connected to rank 0"):
             accept_calls(listener, 0, 3, TOKEN)
         for one in (*strangers[:4], strangers[5]):
             one.settimeout(HANGING_S)

@@ -110,20 +110,20 @@ def test_what_does_not_fit_is_said_before_it_is_started(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("merge", "--wire", "fp64"), "--wire fp64: one of"),
-        (("end-to-end", "--global-codec", "int4"), "--global-codec int4: one of fp32, bf16"),
-        (("end-to-end", "--link", "1", "--redis-url", "redis://localhost:1"), "--link is for the embedded Redis"),
+        (("merge", "--wire", "fp64"), "--wire fp64: use one of"),
+        (("end-to-end", "--global-codec", "int4"), "--global-codec int4: use one of fp32, bf16"),
+        (("end-to-end", "--link", "1", "--redis-url", "redis://localhost:1"), "--link is only for the embedded Redis"),
         (
             ("end-to-end", "--server", __file__, "--redis-url", "redis://localhost:1"),
-            "--server is for the embedded Redis",
+            "--server is only for the embedded Redis",
         ),
-        (("merge", "--json", "no/such/folder/x.json"), "no folder"),
-        (("codec", "--params", "1e6,x"), "--params 1e6,x: numbers with commas"),
+        (("merge", "--json", "no/such/folder/x.json"), "the folder no/such/folder does not exist"),
+        (("codec", "--params", "1e6,x"), "--params 1e6,x: give positive numbers"),
         (("step", "--model", "huge"), "one of nano"),
         (("cost", "--model", "huge"), "one of nano"),
         (("cost", "--steps", "0"), "steps"),
         (("end-to-end", "--redis-url", "rediss://localhost:1"), "not rediss://"),
-        (("end-to-end", "--redis-url", "redis://localhost:1"), "no Redis answers"),
+        (("end-to-end", "--redis-url", "redis://localhost:1"), "Redis does not answer"),
     ],
 )
 def test_a_mistake_is_named(arguments, said, capsys):

@@ -93,7 +93,9 @@ def test_an_environment_is_taken_as_it_is_where_it_has_the_right_version(tmp_pat
     peer = Peer("numpy", tmp_path)
     assert python_of(peer, tmp_path) == python
     (tmp_path / "numpy.txt").write_text("numpy==0.1\n")
-    with pytest.raises(Unavailable, match=r"no environment with numpy 0\.1: python3\.12 -m venv .*/numpy && .* -c .*"):
+    with pytest.raises(
+        Unavailable, match=r"no environment with numpy 0\.1; create it: python3\.12 -m venv .*/numpy && .* -c .*"
+    ):
         python_of(peer, tmp_path)
     with pytest.raises(Unavailable, match="no environment with numpy"):
         python_of(peer, tmp_path / "none")
@@ -132,11 +134,11 @@ def test_a_crew_is_joined_measured_and_gone(driver: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("hang", "fake-0 gave no answer to `round` within 1 s"),
+        ("hang", "fake-0 did not answer `round` within 1 s"),
         ("die", r"fake-0 has ended \(1\): something is wrong"),
-        ("noise", "with no JSON object: b'no JSON'"),
+        ("noise", "with something other than a JSON object: b'no JSON'"),
         ("flood", "with more than 65536 bytes"),
-        ("empty", "other things than figures: KeyError"),
+        ("empty", "something other than figures: KeyError"),
     ],
 )
 def test_a_driver_that_fails_is_named_with_the_reason_and_ended(

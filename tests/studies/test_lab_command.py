@@ -137,7 +137,7 @@ def test_a_process_that_the_system_killed_costs_the_runs_under_way_alone(text, t
     assert process.returncode == 1
     said = " ".join(errors.split())
     for steps in (1_000_000, 1_000_001):
-        assert f"failed tiny, steps={steps}, seed 0: under way as a process was killed, perhaps for want of" in said
+        assert f"failed tiny, steps={steps}, seed 0: in progress when a process was killed, perhaps because" in said
     assert "3 done, 2 failed, 0 left" in said
     assert len(list(out.glob("*.json"))) == 3
     ends(process.pid)
@@ -188,13 +188,13 @@ def test_text_that_is_not_there_is_said_with_the_command_that_makes_it(command, 
     """The project's own experiments ask for it."""
     monkeypatch.chdir(tmp_path)
     assert main(["lab", command, str(tiny(tmp_path, f"{text}-text"))]) == 2
-    assert f"data='{text}-text': no such folder here; make it: diloco lab {text}" in capsys.readouterr().err
+    assert f"data='{text}-text': no such folder here; create it with `diloco lab {text}" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_found_out_before_the_first_run(text, tmp_path, capsys):
     """Here a file; nothing was trained."""
     assert main(["lab", "run", str(tiny(tmp_path, text)), "--out", str(text)]) == 2
-    assert f"--out {text}: nothing can be written there" in capsys.readouterr().err
+    assert f"--out {text} cannot be written" in capsys.readouterr().err
 
 
 def test_an_error_that_nobody_expected_is_one_run_s_alone(text, tmp_path, monkeypatch):
@@ -238,4 +238,4 @@ def test_two_experiments_of_one_name_are_refused(command, tmp_path, capsys):
     for file in (tmp_path / "trial.toml", other):
         file.write_text(SWEEP)
     assert main(["lab", command, str(tmp_path / "trial.toml"), str(other)]) == 2
-    assert f"of one name in one command: {tmp_path / 'trial.toml'}, {other}" in capsys.readouterr().err
+    assert f"have the same name: {tmp_path / 'trial.toml'}, {other}" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_a_damaged_result_is_named_and_done_again(text, tmp_path, capsys, damage
     store.write(run, result(1.0))
     store.path(run).write_text(damaged, "latin-1")
     assert store.read(run) is None
-    assert f"warning: {store.path(run)} is no whole result" in capsys.readouterr().err
+    assert f"warning: {store.path(run)} is not a complete result" in capsys.readouterr().err
     assert store.summary(run) is None
     store.path(run).unlink()
     store.path(run).mkdir()  # nor is a folder
@@ -299,7 +299,7 @@ def test_a_row_whose_settings_were_others_is_not_taken_for_one_of_this_file(expe
     assert main(["lab", "report", str(file), "--from", str(csv)]) == 0
     written = capsys.readouterr()
     assert "| ours, lr=0.002 | not in kept.csv | " in written.out
-    assert written.err.count("kept.csv has 'ours, lr=0.002' with other settings than trial.toml has now") == 1
+    assert written.err.count("kept.csv has 'ours, lr=0.002' with settings that differ from the current trial.toml") == 1
 
 
 def test_a_table_s_lines_hold_whatever_a_row_is_called(tmp_path):
@@ -375,7 +375,7 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_table(experiment, t
     for option in ("--plot", "--sizes", "--csv"):
         assert main(["lab", "report", str(tmp_path / "trial.toml"), option, str(picture)]) == 2
         told = capsys.readouterr()
-        assert f"{picture}: there is no folder {picture.parent}" in told.err
+        assert f"{picture}: the folder {picture.parent} does not exist" in told.err
         assert not told.out
 
 
@@ -394,12 +394,12 @@ def test_distances_are_drawn_for_what_has_several_sizes(tmp_path, text):
     plot.draw_sizes(tables, tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
     other = tables[1].experiment.model_copy(update={"reference": "ours"})
-    with pytest.raises(UsageError, match="one reference"):
+    with pytest.raises(UsageError, match="the same reference"):
         plot.draw_sizes([tables[0], replace(tables[1], experiment=other)], tmp_path / "none.png")
-    with pytest.raises(UsageError, match="at two sizes or more"):
+    with pytest.raises(UsageError, match="at two or more sizes"):
         plot.draw_sizes(tables[:1], tmp_path / "none.png")
     mixture = table_of(with_experts(tables[0].experiment), lambda row, run: summary_of(result(2.0), ""))
-    with pytest.raises(UsageError, match="dense models of text alone"):
+    with pytest.raises(UsageError, match="only dense text models"):
         plot.draw_sizes([mixture], tmp_path / "none.png")
 
 
@@ -464,12 +464,12 @@ def test_a_broken_csv_says_where(experiment):
     for broken, reason in [
         ("", "columns are"),
         (whole.replace("merged_share", "merged", 1), "columns are"),
-        (whole.replace(",loss", "", 1), "line 2 has 13 cells, and the columns are 14"),
+        (whole.replace(",loss", "", 1), "line 2 has 13 cells, but there are 14 columns"),
         (whole.replace("2.5,", "two,", 1), "line 4"),
         (whole.replace("less", "worse", 1), "line 2"),
-        (whole.replace(",0.5,3600,", ",1e400,3600,", 1), "line 2 is no summary: 1e400 is no finite number"),
-        (whole + whole.splitlines()[3], "line 5 is of a run that an earlier line has"),
-        (whole.replace("less", "l" * 2**18, 1), "line 2 is no summary: field larger"),
+        (whole.replace(",0.5,3600,", ",1e400,3600,", 1), "line 2 is not a summary: 1e400 is not a finite number"),
+        (whole + whole.splitlines()[3], "line 5 repeats the run of an earlier line"),
+        (whole.replace("less", "l" * 2**18, 1), "line 2 is not a summary: field larger"),
     ]:
         with pytest.raises(UsageError, match=reason):
             decode(broken)
@@ -496,7 +496,7 @@ def test_the_csv_gives_the_tables_of_the_results(experiment, text, tmp_path, cap
     assert len(csv.read_text().splitlines()) == len(before.splitlines()) + 1
     csv.write_text("a,b\n")
     assert main(["lab", "report", str(file), "--from", str(csv)]) == 2
-    assert f"cannot read summaries {csv}: columns are a, b" in capsys.readouterr().err
+    assert f"cannot read summaries {csv}: the columns are a, b" in capsys.readouterr().err
 
 
 def test_a_table_that_a_spreadsheet_saved_is_read(experiment, tmp_path):

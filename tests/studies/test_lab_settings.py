@@ -70,7 +70,7 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("[settings]\nlr = []", "lr is an empty list"),
         ("lr = 1", "unknown 'lr' at the top"),
         ("question = 1", "question must be a str"),
-        ("reference = 'x'", "reference='x' is no variant"),
+        ("reference = 'x'", "reference='x' is not a variant"),
         ("best_of = ['x']", "best_of names 'x'"),
         ("[[variants]]\nlr = 1", "variant 1 needs a name"),
         ("[[variants]]\nname = 'a'\n[[variants]]\nname = 'a'", "two variants are named 'a'"),
@@ -86,18 +86,21 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("[settings", "cannot read experiment"),
         ("question = " + 5000 * "[", "cannot read experiment"),
         ("[settings]\nquorum = 0", "quorum=0: too small (allowed: at least 1) (K; 'all': M)"),
-        ("[settings]\nmodel = 'huge'", "model='huge': task='text' has no such size (Size: nano, deep, tiny, 2m, small"),
-        ("[settings]\nmodel = 'lagre'", "has no such size (did you mean 'large'?)"),
+        (
+            "[settings]\nmodel = 'huge'",
+            "model='huge': task='text' does not have this size (Model size: nano, deep, tiny, 2m, small",
+        ),
+        ("[settings]\nmodel = 'lagre'", "does not have this size (did you mean 'large'?)"),
         ("[settings]\nfragments = 99\nmodel = 'nano'", "fragments=99 of the 11 tensors of model='nano'"),
-        ("[settings]\nexperts = 2\nexperts_a_token = 3", "experts_a_token=3 of experts=2"),
+        ("[settings]\nexperts = 2\nexperts_a_token = 3", "experts_a_token=3 is more than experts=2"),
         ("[settings]\nbatch = 1" + 400 * "0", "batch=1000000"),
         (
             "[settings]\nsteps = 1000000000\nbatch = 1000000\nlearners = 256\nseq_len = 65536",
             "steps x batch x learners x seq_len=",
         ),
         ("[settings]\nfail_every_s = 1e-2", "one step of 2.69e+43 would be done"),
-        ("[[variants]]\nname = 'a\\u000db'".replace("'", '"'), "the name 'a\\rb' cannot stand in a table"),
-        ("[settings]\nmodel = 'nano'\ntask = 'digits'", "task='digits' has no such size (Size: "),
+        ("[[variants]]\nname = 'a\\u000db'".replace("'", '"'), "the name 'a\\rb' cannot be shown in a table"),
+        ("[settings]\nmodel = 'nano'\ntask = 'digits'", "task='digits' does not have this size (Model size: "),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(tmp_path, text, said):
@@ -165,7 +168,4 @@ def test_every_setting_is_explained():
     lines = settings_help().splitlines()
     told = [line.split(" = ")[0] for line in lines[-len(LabRun.model_fields) :]]
     assert told == list(LabRun.model_fields)
-    assert (
-        "method = decoupled [decoupled, paper, streaming, diloco, data-parallel, single]: How learners come together"
-        in lines
-    )
+    assert "method = decoupled [decoupled, paper, streaming, diloco, data-parallel, single]: Training method" in lines

@@ -77,11 +77,11 @@ def test_a_held_out_text_is_of_other_packages(tmp_path: Path, monkeypatch: pytes
 def test_what_is_there_is_not_mixed_with_other_text(site: Path, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "mine.txt").write_text("mine")
-    with pytest.raises(UsageError, match="text is not an empty folder: choose another one"):
+    with pytest.raises(UsageError, match="text is not an empty folder: choose a different one"):
         write_packages(tmp_path / "text", distributions(path=[str(site)]))
     with pytest.raises(UsageError, match=r"text/mine\.txt is not an empty folder"):
         write_packages(tmp_path / "text" / "mine.txt", distributions(path=[str(site)]))
-    with pytest.raises(UsageError, match="no package here has any Python source text"):
+    with pytest.raises(UsageError, match="none of the installed packages has Python source text"):
         write_packages(tmp_path / "none", [])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["site", "text"]
 

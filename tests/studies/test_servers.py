@@ -128,7 +128,7 @@ def test_nothing_is_left_of_a_network_whose_process_is_killed() -> None:
         assert process.stdout is not None
         namespace = process.stdout.readline().strip()
         if not namespace:
-            pytest.skip("no network can be made here")
+            pytest.skip("cannot create a separate network here")
         name = f"dlc{process.pid}"
         assert name in Path("/proc/net/dev").read_text()
         process.kill()

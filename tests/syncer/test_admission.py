@@ -66,7 +66,7 @@ def test_of_an_earlier_attempt_what_it_has_beyond_the_later_one_is_lost(tokens: 
     for attempt, given, expected in ((1, 400, (Accepted(), Held())), (0, tokens, None)):
         offer = Offer(f"{attempt}-0", samples.header(attempt=attempt, tokens=given))
         answers = window.offer(offer, 0.0), later.hold(offer)
-        detail = "another delta on this base is in the window"
+        detail = "a different delta on this base is already in the window"
         assert answers == (expected or (Refused(RefusalReason.DUPLICATE, detail, lost),) * 2)
 
 
@@ -77,6 +77,6 @@ def test_a_window_and_the_next_take_so_many_learners_as_a_head_has_room_for() ->
     for offer in offers[:-1]:
         assert window.offer(offer, 0.0) == Accepted()
         assert later.hold(offer) == Held()
-    refused = Refused(RefusalReason.FLOOD, f"{MAX_LEARNERS // 2} learners are in the window", 7)
+    refused = Refused(RefusalReason.FLOOD, f"the window already has {MAX_LEARNERS // 2} learners", 7)
     assert window.offer(offers[-1], 0.0) == refused
-    assert later.hold(offers[-1]) == replace(refused, detail="too many deltas wait for the next window")
+    assert later.hold(offers[-1]) == replace(refused, detail="too many deltas are waiting for the next window")

@@ -182,7 +182,7 @@ def test_a_restore_onto_another_runs_values_of_the_same_version_is_refused(tmp_p
         restore(checkpoint, spec, bus)
     others = MemoryBus("again", VirtualClock())
     run_virtual(samples.commit(others, 1, 5, -THETA[1]))
-    with pytest.raises(UsageError, match="the run was started before"):
+    with pytest.raises(UsageError, match="the run has already been started"):
         restore(checkpoint, samples.spec(tokens=20_000), others)
 
 
@@ -243,7 +243,7 @@ def test_a_used_run_is_refused(tmp_path):
     save(tmp_path)
     checkpoint = load_checkpoint(tmp_path)
     other = (samples.tensor("a", (20, 30)), samples.tensor("z", (200,), 1))
-    with pytest.raises(UsageError, match="another model"):
+    with pytest.raises(UsageError, match="a different model"):
         restore(checkpoint, samples.spec(tensors=other))
 
     async def used(run_spec: Spec) -> MemoryBus:
@@ -434,17 +434,17 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "complaint"),
     [
-        ("momentum", flip, "does not have the digest"),
+        ("momentum", flip, "its digest differs"),
         ("momentum", Path.unlink, "is missing"),
-        ("globals", flip, "does not have the digest"),
+        ("globals", flip, "its digest differs"),
         ("globals", Path.unlink, "is missing|cannot be read"),
         ("globals", lambda path: path.write_bytes(path.read_bytes()[:-400]), "digest|cannot be read"),
-        ("state.json", lambda path: rewrite(path, lambda s: s["run"].update(tokens=1)), "does not have the digest"),
+        ("state.json", lambda path: rewrite(path, lambda s: s["run"].update(tokens=1)), "its digest differs"),
         ("SHA256SUMS", Path.unlink, "is missing"),
         ("SHA256SUMS", lambda path: path.write_text("nothing\n"), "is not a digest"),
-        ("SHA256SUMS", lambda path: path.write_text(""), "does not name (globals|fragment)"),
-        ("SHA256SUMS", lambda path: path.write_text(path.read_text().splitlines()[0] + "\n"), "does not name"),
-        ("SHA256SUMS", lambda path: path.write_text("\u00e9" + path.read_text()[1:]), "does not have the digest"),
+        ("SHA256SUMS", lambda path: path.write_text(""), "does not list (globals|fragment)"),
+        ("SHA256SUMS", lambda path: path.write_text(path.read_text().splitlines()[0] + "\n"), "does not list"),
+        ("SHA256SUMS", lambda path: path.write_text("\u00e9" + path.read_text()[1:]), "its digest differs"),
     ],
 )
 def test_no_file_of_a_checkpoint_can_be_damaged_unseen(tmp_path, file, damage, complaint):
@@ -494,21 +494,21 @@ def test_a_pointer_to_a_checkpoint_that_is_gone_names_those_that_are_there(tmp_p
     """A person can choose."""
     first, second = save(tmp_path, times=2)
     shutil.rmtree(second)
-    with pytest.raises(UsageError, match=f"there are {first.name}: name one of them"):
+    with pytest.raises(UsageError, match=f"choose one of {first.name}"):
         load_checkpoint(tmp_path)
     assert folder_of(first) == first
 
 
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
     """Nothing there, a pointer to nothing, bytes that are not safetensors, bytes that are not JSON."""
-    with pytest.raises(UsageError, match="is no checkpoint"):
+    with pytest.raises(UsageError, match="is not a checkpoint"):
         load_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("checkpoint-7\n")
     with pytest.raises(UsageError, match="checkpoint-7"):
         load_checkpoint(tmp_path)
     (path,) = save(tmp_path)
     file_of(path, 0).write_bytes(b"not safetensors")
-    with pytest.raises(UsageError, match="does not have the digest"):
+    with pytest.raises(UsageError, match="its digest differs"):
         load_checkpoint(path)
     (path / "state.json").write_bytes(b"\xff{")
     with pytest.raises(UsageError, match="state"):

@@ -189,7 +189,7 @@ def test_an_answer_that_is_lost_takes_no_named_checkpoint_with_it(
     def unanswered(self: Folder, name: str, parts: Any) -> None:
         write(self, name, parts)
         if name == "latest":
-            raise OSError("the store does not answer")
+            raise OSError("the store is not answering")
 
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "write", unanswered)

@@ -64,7 +64,7 @@ async def test_merges_go_on_without_their_recordings_and_are_recorded_again_once
     await world.until_version(max(await world.versions()) + 1, TIMES.disk_s + 10)
     await world.until_version(max(await world.versions()) + 5, 30)  # nobody waits for it again
     assert disk.held == 1
-    assert any("the recording has gaps" in one and "does not answer" in one for one in await warnings(service))
+    assert any("the recording has gaps" in one and "did not answer" in one for one in await warnings(service))
     disk.answers.set()
     await world.until_version(max(await world.versions()) + 3)
     await end(*party)
@@ -74,7 +74,7 @@ async def test_merges_go_on_without_their_recordings_and_are_recorded_again_once
     assert {1, 2, newest} <= recorded, "before, and again"
     missing = replay(tmp_path, commits, lambda merges: None).differences
     assert missing
-    assert all("no recording" in one.what or "not computed again" in one.what for one in missing), "nothing is wrong"
+    assert all("no recording" in one.what or "not recomputed" in one.what for one in missing), "nothing is wrong"
 
 
 @in_virtual_time
@@ -88,7 +88,7 @@ async def test_a_tape_that_cannot_be_archived_for_now_is_told_and_archived_later
     await world.until_version(max(await world.versions()) + 5, 30)
     await asyncio.sleep(TIMES.disk_s - 20)
     assert disk.held == 1
-    assert any("cannot be archived" in one and "does not answer" in one for one in await warnings(service))
+    assert any("cannot be archived" in one and "did not answer" in one for one in await warnings(service))
     disk.answers.set()
     await asyncio.sleep(5.0)
     assert await warnings(service) == []
@@ -131,9 +131,9 @@ async def test_work_for_a_disk_that_hangs_is_let_go_of_but_for_the_piece_that_ha
     await asyncio.wait(tries)
     assert asyncio.get_running_loop().time() == TIMES.disk_s
     for one in tries:
-        with pytest.raises(TimeoutError, match="does not answer"):
+        with pytest.raises(TimeoutError, match="did not answer"):
             one.result()
-    with pytest.raises(TimeoutError, match="still does not answer"):
+    with pytest.raises(TimeoutError, match="is still not answering"):
         await disk.do(done.append, "refused")
     assert asyncio.get_running_loop().time() == TIMES.disk_s
     answers.set()

@@ -102,7 +102,7 @@ async def test_what_is_shown_may_ask_nobody_else() -> None:
 async def test_there_is_no_other_file(path: str) -> None:
     async with page(Feed()) as (session, url), session.get(aiohttp.client.URL(url + path, encoded=True)) as answer:
         assert answer.status == 404
-        assert await answer.text() == "there are /healthz, /readyz, /status, /metrics, /\n"
+        assert await answer.text() == "use one of /healthz, /readyz, /status, /metrics, /\n"
 
 
 async def test_files_and_events_are_only_read() -> None:
@@ -134,7 +134,7 @@ async def test_probes_are_answered_however_many_pages_follow(monkeypatch: pytest
     async with page(feed) as (session, url):
         pages = [await session.get(url + EVENTS) for _ in range(4)]
         async with session.get(url + EVENTS) as answer:
-            assert (answer.status, await answer.text()) == (503, "4 pages follow this run already: close one\n")
+            assert (answer.status, await answer.text()) == (503, "4 pages already follow this run: close one\n")
         async with session.get(url + "/healthz") as answer:
             assert answer.status == 200
         pages.pop().close()

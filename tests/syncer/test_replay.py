@@ -187,7 +187,7 @@ def test_a_damaged_or_missing_orthogonalised_step_is_found(orthogonal, tmp_path)
 
     for change, said in (
         (flip, "the orthogonalised step is damaged"),
-        (wrong, "orthogonalised step of t0: computed again it differs"),
+        (wrong, "orthogonalised step of t0: recomputed, it differs"),
         (wrong, "values: the tape has digest"),
     ):
         rewrite(path, change)
@@ -257,7 +257,7 @@ def test_a_take_over_records_values_that_must_be_met(tmp_path, global_codec: str
     writer = name_writer(path)
     record_values(tmp_path, spec, writer, state)
     (line,) = told(check(tmp_path, commits))
-    assert line.startswith(f"fragment 0 version {name.version}: momentum: computed again it differs")
+    assert line.startswith(f"fragment 0 version {name.version}: momentum: recomputed, it differs")
 
 
 def record_values(folder: Path, spec: Spec, writer: str, state: FragmentState) -> None:
@@ -342,7 +342,7 @@ def test_a_tape_that_says_otherwise_of_a_stale_delta_is_found(stragglers, tmp_pa
     other = [changed if c is bad else c for c in commits]
     (line,) = told(check(tmp_path / "copy", other))
     where = f"fragment {bad.fragment} version {bad.version}: "
-    assert line == f"{where}rebased of {parts[at].learner}: the tape has False, the recording True"
+    assert line == f"{where}rebased of {parts[at].learner}: the tape has False, but the recording has True"
     rewrite(file_of(tmp_path / "copy", bad), lambda h, b: h.model_copy(update={"contributions": tuple(parts)}))
     lines = told(check(tmp_path / "copy", other))
     assert any(f"{where}norm of t" in line for line in lines)
@@ -359,7 +359,9 @@ def test_a_rebased_delta_whose_base_was_not_replayed_is_told(stragglers, tmp_pat
     theta = np.ones(layout.elements, np.float32)
     made = replay.repeat(layout, spec.sync, replay.Values(theta, None), recorded, bad)
     assert made.values is None
-    assert any(problem.endswith("was rebased: the values of its own base are not known") for problem in made.problems)
+    assert any(
+        problem.endswith("was rebased, but the values of its own base are not known") for problem in made.problems
+    )
 
 
 # --- other lives ------------------------------------------------------------------------------------------
@@ -501,20 +503,20 @@ def scale_direction(header: MergeHeader, body: np.ndarray) -> MergeHeader:
         (swap_order, "order of contributions: the tape has l0/"),
         (swap_deltas, "the delta of l0 is damaged"),
         (lambda h, b: part(h, weight=0.25), "weight of l0: the tape has"),
-        (lambda h, b: part(h, weight=0.25), "merge weights: computed again"),
+        (lambda h, b: part(h, weight=0.25), "merge weights: recomputed"),
         (lambda h, b: part(h, tokens=7), "tokens of l0: the tape has"),
         (lambda h, b: part(h, steps=7), "steps of l0: the tape has"),
-        (lambda h, b: part(h, steps=0), "steps or tokens of a contribution are not positive"),
+        (lambda h, b: part(h, steps=0), "a contribution's steps or tokens are not positive"),
         (lambda h, b: part(h, learner="l9"), "contributions: the tape has l0/"),
-        (lambda h, b: part(h, norm=h.contributions[0].norm * 2), "norm of the delta of l0: computed again"),
+        (lambda h, b: part(h, norm=h.contributions[0].norm * 2), "norm of the delta of l0: recomputed"),
         (lambda h, b: h.model_copy(update={"format": 2}), "format 2 cannot be read by this build, which reads 1"),
-        (scale_norm(1.001), "norm of t1 in the delta of l0: computed again it differs from the recorded one by 0.001"),
-        (scale_direction, "length of the mean direction of t1: computed again"),
-        (lambda h, b: h.model_copy(update={"norm": h.norm * 1.001}), "norm of the pseudogradient: computed again"),
+        (scale_norm(1.001), "norm of t1 in the delta of l0: recomputed, it differs from the recorded value by 0.001"),
+        (scale_direction, "length of the mean direction of t1: recomputed"),
+        (lambda h, b: h.model_copy(update={"norm": h.norm * 1.001}), "norm of the pseudogradient: recomputed"),
         (lambda h, b: h.model_copy(update={"version": h.version + 1}), "version: the tape has"),
-        (lambda h, b: h.model_copy(update={"fragment": 0}), "fragment: the tape has 1, the recording 0"),
+        (lambda h, b: h.model_copy(update={"fragment": 0}), "fragment: the tape has 1, but the recording has 0"),
         (lambda h, b: h.model_copy(update={"base_digest": bytes(16)}), "base_digest: the tape has"),
-        (lambda h, b: h.model_copy(update={"deltas": h.deltas[:1]}), "2 contributions, 1 deltas"),
+        (lambda h, b: h.model_copy(update={"deltas": h.deltas[:1]}), "2 contributions but 1 deltas"),
     ],
 )
 def test_a_changed_recording_is_found_and_named(copy, change: Change, said: str) -> None:
@@ -537,8 +539,8 @@ def test_after_a_merge_with_another_result_the_rest_is_a_gap_told_once(copy) -> 
     later = [c for c in commits if c.fragment == 1 and c.version > bad.version]
     assert f"values: the tape has digest {bad.digest.hex()}" in "".join(told(outcome))
     assert told(outcome)[-1] == (
-        f"fragment 1 version {bad.version + 1}: not computed again, nor are the {len(later) - 1} after it: "
-        f"the values of version {bad.version} it was made from are not known"
+        f"fragment 1 version {bad.version + 1}: not recomputed, nor are the {len(later) - 1} merges after it: "
+        f"the values of version {bad.version}, which it was computed from, are not known"
     )
     assert outcome.repeated == outcome.merges - len(later)
 
@@ -561,7 +563,7 @@ def test_a_flipped_bit_is_found_by_the_values_even_if_its_digest_is_forged(copy)
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"), [(-1, "cut short"), (6, "does not begin"), (40, "in its header"), (0, "begin")]
+    ("keep", "said"), [(-1, "truncated"), (6, "does not begin"), (40, "in its header"), (0, "begin")]
 )
 def test_a_file_cut_short_is_named(copy, keep: int, said: str) -> None:
     """As a power cut leaves it."""
@@ -589,7 +591,7 @@ def test_a_missing_recording_is_a_gap(copy) -> None:
     assert first[:2] == (1, bad.version)
     assert "no recording of the merge" in first.what
     assert second[:2] == (1, bad.version + 1)
-    assert "not computed again" in second.what
+    assert "not recomputed" in second.what
 
 
 def record_taken_over(folder: Path, commits: list[Committed], commit: Committed) -> None:
@@ -629,7 +631,7 @@ def test_missing_initial_values_are_named(copy) -> None:
             path.unlink()
     first, second = check(folder, commits).differences
     assert str(first).startswith("fragment 0 version 0: no values were recorded (initial parameters of")
-    assert str(second).startswith("fragment 0 version 1: not computed again, nor are the ")
+    assert str(second).startswith("fragment 0 version 1: not recomputed, nor are the ")
 
 
 def test_a_damaged_global_is_named(copy) -> None:
@@ -650,7 +652,7 @@ def test_of_several_recordings_of_the_same_values_each_is_looked_at(copy, writer
     other.write_bytes(true_copy.read_bytes()[:-1])
     outcome = check(folder, commits)
     assert [d[:2] for d in outcome.differences] == [(0, 0)]
-    assert "cut short" in outcome.differences[0].what
+    assert "truncated" in outcome.differences[0].what
     assert outcome.repeated == outcome.merges
     other.unlink()
     spec = recording.read_spec(folder)
@@ -658,7 +660,7 @@ def test_of_several_recordings_of_the_same_values_each_is_looked_at(copy, writer
     state.momentum = np.full_like(state.theta, 1e-3)
     record_values(folder, spec, writer, state)
     lines = told(check(folder, commits))
-    assert "fragment 0 version 0: momentum: one recording of it differs from another" in lines
+    assert "fragment 0 version 0: momentum: two recordings of it differ" in lines
 
 
 @pytest.mark.parametrize(
@@ -666,7 +668,7 @@ def test_of_several_recordings_of_the_same_values_each_is_looked_at(copy, writer
     [
         ({"norm": 123.0}, "norm: the tape has 123.0"),
         ({"digest": bytes(16)}, "no recording of the merge to digest 0000"),
-        ({"base_digest": bytes(16)}, "not computed again"),
+        ({"base_digest": bytes(16)}, "not recomputed"),
         ({"contributions": "weight"}, "weight of l0: the tape has 0.125"),
         ({"contributions": "tokens"}, "tokens of l0: the tape has 1"),
         ({"contributions": "fewer"}, "contributions: the tape has l1/"),
@@ -696,7 +698,9 @@ def test_a_fragment_that_is_not_on_the_tape_is_named(true) -> None:
     """As when the file of one group was lost."""
     folder, commits = true
     outcome = check(folder, [c for c in commits if c.fragment == 0])
-    assert told(outcome) == ["fragment 1 version 0: the tape has no record of this fragment: is a file of it missing?"]
+    assert told(outcome) == [
+        "fragment 1 version 0: the tape has no record of this fragment: check that none of its files is missing"
+    ]
 
 
 def test_merges_of_a_run_that_goes_on_while_its_tape_is_read_are_no_lost_ones(true) -> None:
@@ -711,7 +715,7 @@ def test_merges_of_a_run_that_goes_on_while_its_tape_is_read_are_no_lost_ones(tr
 
     assert not told(replay.replay(folder, tape, lambda _: None, before=recorded_before(whole[-6].version)))
     late = replay.replay(folder, tape, lambda _: None, before=recorded_before(whole[-4].version))
-    assert "not on it are the 1 merges up to" in told(late)[0]
+    assert "it lacks the 1 merges up to" in told(late)[0]
 
 
 def test_the_command_looks_at_the_recording_before_it_reads_the_tape(copy, monkeypatch, capsys) -> None:
@@ -741,8 +745,8 @@ def test_a_tape_that_ends_early_is_found_by_the_recorded_merges_after_it(true, l
     last, end = whole[-lost - 1].version, whole[-1].version
     outcome = check(folder, [c for c in commits if c.fragment == 0 or c.version <= last])
     assert told(outcome) == [
-        f"fragment 1 version {last + 1}: the tape ends before it: not on it are the {lost - 1} merges up to version "
-        f"{end - 1}, which were recorded, and from which others were made"
+        f"fragment 1 version {last + 1}: the tape ends before it: it lacks the {lost - 1} merges up to version "
+        f"{end - 1}, which were recorded and from which other merges were computed"
     ]
 
 
@@ -755,8 +759,8 @@ def test_a_tape_and_a_recording_that_both_end_early_are_found_by_the_checkpoint(
     commits.remove(end)
     assert told(check(folder, commits)) == []
     assert told(replay.replay(folder, commits, lambda merges: None, saved)) == [
-        f"fragment 1 version {end.version}: the checkpoint has it, with digest {end.digest.hex()}, and the tape does "
-        "not: it is not whole"
+        f"fragment 1 version {end.version}: the checkpoint has it, with digest {end.digest.hex()}, but the tape does "
+        "not, so the tape is incomplete"
     ]
 
 
@@ -768,7 +772,7 @@ def test_merges_missing_before_values_that_an_owner_read_are_found(copy) -> None
     assert told(check(folder, commits)) == []
     commits.remove(bad)
     assert told(check(folder, commits)) == [
-        f"fragment 1 version {bad.version}: the tape does not have it, but has a merge that was made from it"
+        f"fragment 1 version {bad.version}: the tape lacks it, but has a merge that was computed from it"
     ]
 
 

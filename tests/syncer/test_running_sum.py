@@ -115,7 +115,7 @@ def running(offload: Callable[..., Awaitable[Any]], **settings: Any) -> tuple[Ru
 
 
 def anew(metrics: Metrics) -> float | None:
-    return metrics.registry.get_sample_value("diloco_sums_begun_anew_total")
+    return metrics.registry.get_sample_value("diloco_sums_restarted_total")
 
 
 ALL = [delta(i, counters) for i, counters in enumerate(COUNTERS)]

@@ -552,7 +552,7 @@ async def test_an_archive_of_two_runs_of_one_name_has_both_and_is_said_to_be_of_
     world.start_syncer(checkpoint_dir=saved)
     await asyncio.sleep(30.0)
     await world.until_version(2)
-    assert "goes on from what" in (await world.bus.read_state()).reason
+    assert "continues from what" in (await world.bus.read_state()).reason
     await world.stop_syncer()
     await killed_all(world, party)
     world.start_syncer(resume=saved)

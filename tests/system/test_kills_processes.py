@@ -39,7 +39,7 @@ def test_each_method_spends_the_budget_under_the_same_kills(tmp_path: Path) -> N
     assert (tmp_path / "kills.png").stat().st_size > 5000
     assert "held-out loss" in done.stdout
     again = diloco("bench", "kills", "--out", tmp_path, *SMALL)
-    assert again.stdout.count("its result is there already") == len(METHODS), again.stdout + again.stderr
+    assert again.stdout.count("already has a result") == len(METHODS), again.stdout + again.stderr
 
 
 def test_ctrl_c_leaves_no_process_and_no_result(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_ctrl_c_leaves_no_process_and_no_result(tmp_path: Path) -> None:
         wait_for(lambda: list(tmp_path.glob("elastic/learners/*/losses.jsonl")))
         assert left_running(running.pid, set()), "there is something to be ended"
         running.send_signal(signal.SIGINT)
-        assert "stopped in elastic: call it again to go on" in running.stdout.read()
+        assert "stopped in elastic: repeat the command to continue" in running.stdout.read()
     assert running.returncode == 130
     assert left_running(running.pid, set()) == []
     assert not (tmp_path / "elastic.json").exists()

@@ -227,7 +227,7 @@ def test_a_stopped_run_ends_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
         first.process.send_signal(signal.SIGINT)
         told = first.end()
     before = first.report
-    assert "all processes have ended; writing text, picture and report" in told
+    assert "all processes have ended; writing text, plot and report" in told
     assert before["stopped"] is True
     assert 40_000 <= before["tokens"] < 1_000_000
     assert before["tokens_lost"]["unaccounted"] == 0
@@ -243,7 +243,7 @@ def test_a_stopped_run_ends_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
     for name in ("learner-0", "learner-1"):
         said = (second.out / "logs" / f"{name}.log").read_text()
         assert '"source": "checkpoint", "event": "moments_recovered"' in said, "its moments lay beside the checkpoints"
-        assert f"{name} goes on with the moments that it had saved" in told
+        assert f"{name} continues with its saved moments" in told
     assert after["resumed_from"]["tokens"] == before["tokens"]
     assert after["tokens"] >= budget
     assert before["tokens"] < after["evaluations"][0]["tokens"] + 30_000
@@ -270,7 +270,7 @@ def test_a_run_whose_machine_dies_is_resumed_from_its_last_checkpoint(tmp_path: 
     assert not (first.out / "report.json").exists()
     told = diloco("status", first.out)
     assert told.returncode == 2
-    assert f"the same command again, with --out {first.out}" in told.stderr
+    assert f"repeat the command with --out {first.out}" in told.stderr
 
     trained = load_checkpoint(saved).state.tokens
     assert trained > 0

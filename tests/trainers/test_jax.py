@@ -396,7 +396,7 @@ def test_a_loop_that_breaks_off_with_donated_arrays_leaves_all_the_same(redis_se
             break_off()
         assert not one.left_in_order
         (withheld,) = [line["error"] for line in logs if line["event"] == "last_delta_withheld"]
-        assert "was donated to a jitted function, and no step() has given its new value" in withheld
+        assert "was donated to a jitted function, and step() has not been called with its new value" in withheld
         assert jax.tree.structure(one.globals()) == jax.tree.structure(jax_params())
 
 
@@ -447,7 +447,7 @@ REFUSED = {
     "a name of half a character": (
         lambda: {"a\ud800": jnp.ones(2)},
         {},
-        r"leaf 'a\\ud800' has a name that is no Unicode",
+        r"leaf 'a\\ud800': its name is not valid Unicode",
     ),
     "eight bits": (
         lambda: [jnp.zeros(2, jnp.float8_e4m3fn)],
@@ -455,7 +455,7 @@ REFUSED = {
         "leaf 0 is float8_e4m3fn; .* may be float32, bfloat16",
     ),
     "a number": (lambda: {"w": 1.0}, {}, "leaf w is a float"),
-    "only empty ones": (lambda: {"w": jnp.zeros((0, 3))}, {}, "no leaf with elements"),
+    "only empty ones": (lambda: {"w": jnp.zeros((0, 3))}, {}, "none of the pytree's leaves has elements"),
     "a donated one": (donated, {}, "leaf w was donated"),
     "one name twice": (lambda: {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}, {}, "leaves a.b and a.b are both 'a.b'"),
     "a long name": (lambda: {"w" * 1000: jnp.ones(1)}, {}, "a name of 1000 characters"),
@@ -463,16 +463,20 @@ REFUSED = {
     "a name of nothing": (
         jax_params,
         {"names": {"hidden.weight": "x"}},
-        "names: the pytree has no leaf 'hidden.weight'",
+        "names: the pytree does not have a leaf 'hidden.weight'",
     ),
     "one name for two": (jax_params, {"names": {"out.bias": "hidden.bias"}}, "out.bias and hidden.bias are both"),
     "names as text": (jax_params, {"names": "out.bias"}, "names='out.bias': pass a dict of own name -> its name in"),
     "an embedding as text": (jax_params, {"embeddings": "out.kernel"}, "embeddings='out.kernel': pass a list of own"),
     "an embedding as a number": (jax_params, {"embeddings": 1}, "embeddings=1: pass a list of own names"),
     "moments kept in words": (jax_params, {"moments_kept": "no"}, "moments_kept='no': pass True or False"),
-    "keys of two types": (lambda: {1: jnp.ones(1), "a": jnp.ones(1)}, {}, "Give each dict in it keys of one type"),
+    "keys of two types": (lambda: {1: jnp.ones(1), "a": jnp.ones(1)}, {}, "Use keys of only one type"),
     "axes of another": (jax_params, {"names": {"out.kernel": ("w", (0,))}}, r"out.kernel -> 'w' with axes \(0,\)"),
-    "an embedding of nothing": (jax_params, {"embeddings": ["table"]}, "embeddings: the pytree has no leaf 'table'"),
+    "an embedding of nothing": (
+        jax_params,
+        {"embeddings": ["table"]},
+        "embeddings: the pytree does not have a leaf 'table'",
+    ),
     "many fragments": (jax_params, {"sync": SyncSettings(fragments=9)}, "fragments=9, but the model has 4 trained"),
 }
 
@@ -490,7 +494,9 @@ def test_a_pytree_that_cannot_be_trained_is_refused_at_once(case):
 )
 def test_a_name_that_is_none_is_refused_with_the_form_that_is_wanted(wrong):
     """At once, and not where the run is proposed."""
-    with pytest.raises(UsageError, match=r"names: out.kernel -> .*; give its name in the run, or \(that name"):
+    with pytest.raises(
+        UsageError, match=r"names: out.kernel -> .*; give its name in the run, or \(its name in the run"
+    ):
         Learner(jax_params(), names={"out.kernel": wrong}, **NOWHERE)
 
 
@@ -555,11 +561,11 @@ def test_another_pytree_than_the_one_that_joined_is_refused_at_its_step(redis_se
         wide = params | {"out": {"kernel": params["out"]["kernel"], "bias": jnp.ones(9)}}
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
         for wrong, said in (
-            (more, "leaf extra was not there"),
-            ({"hidden": params["hidden"]}, "leaf out.bias is no longer there"),
-            (tuple(params.values()), "leaf 0.bias was not there"),
-            (wide, r"leaf out.bias was float32 of shape \(4,\) on joining and is float32 of shape \(9,\)"),
-            (params | {1: jnp.ones(2)}, "Give each dict in it keys of one type"),
+            (more, "leaf extra did not exist"),
+            ({"hidden": params["hidden"]}, "leaf out.bias no longer exists"),
+            (tuple(params.values()), "leaf 0.bias did not exist"),
+            (wide, r"leaf out.bias was float32 of shape \(4,\) when the learner joined and is float32 of shape \(9,\)"),
+            (params | {1: jnp.ones(2)}, "Use keys of only one type"),
             (half, "leaf hidden.bias was float32 .* and is bfloat16"),
         ):
             with pytest.raises(UsageError, match=said):

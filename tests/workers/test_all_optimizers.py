@@ -178,7 +178,7 @@ def test_each_trains_and_keeps_what_it_adopts_or_is_refused_by_name(name: str) -
     kept = float((torch.from_numpy(there - without) * noise).sum() / noise.square().sum())
     if name in UNDO:
         assert kept < 0.8
-        with pytest.raises(UsageError, match=rf"\({type(inner).__name__}\) goes on from its own copy.*adopted=fn"):
+        with pytest.raises(UsageError, match=rf"\({type(inner).__name__}\) continues from its own copy.*adopted=fn"):
             Learner(model, optimizer, redis_url="redis://localhost")
     else:
         assert kept > (0.6 if "decay" in name else 0.99)

@@ -57,7 +57,7 @@ def test_no_tokens_are_a_number_too(tokens: Any) -> None:
 )
 def test_what_is_no_number_of_tokens_is_refused_by_name(tokens: Any) -> None:
     """At once, and not when a header cannot be written."""
-    with pytest.raises(UsageError, match=r"^tokens(=|: of shape)"):
+    with pytest.raises(UsageError, match=r"^tokens(=|: a tensor of shape)"):
         whole_tokens(tokens)
 
 

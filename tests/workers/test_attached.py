@@ -282,18 +282,18 @@ def test_steps_are_counted_in_one_way_only(redis_server: str) -> None:
             for tokens, optimizers, said in (
                 (-1, None, "tokens=-1"),
                 (1.5, None, "tokens=1.5"),
-                (1, [], "name each optimizer once"),
-                (1, [own, own], "name each optimizer once"),
-                (1, [own, None], "name each optimizer once"),
+                (1, [], "pass each optimizer once"),
+                (1, [own, own], "pass each optimizer once"),
+                (1, [own, None], "pass each optimizer once"),
                 (1, strange, "holds none of the model's trained parameters"),
                 (1, "AdamW", "optimizer is a str"),
             ):
                 with pytest.raises(UsageError, match=said):
                     learner.attach(tokens, optimizers)  # type: ignore[arg-type]
             learner.attach(1)
-            with pytest.raises(UsageError, match=r"step\(\) after attach.*leave it out"):
+            with pytest.raises(UsageError, match=r"step\(\) after attach.*remove this call"):
                 learner.step(1)
-            with pytest.raises(UsageError, match="attached already"):
+            with pytest.raises(UsageError, match="already attached"):
                 learner.attach(1)
         with learner_of(redis_server, "ways") as learner:
             learner.step(1)
@@ -301,7 +301,7 @@ def test_steps_are_counted_in_one_way_only(redis_server: str) -> None:
                 learner.attach(1)
         bare = nn.Linear(4, 4)
         with Learner(bare, run="ways", redis_url=redis_server, sync=SYNC) as learner:
-            with pytest.raises(UsageError, match="make the Learner with one"):
+            with pytest.raises(UsageError, match="create the Learner with one"):
                 learner.attach(1)
             learner.attach(1, torch.optim.SGD(bare.parameters()))
 
@@ -389,10 +389,10 @@ def test_a_learner_that_is_closed_while_it_joins_gives_up_and_leaves_nothing(red
     until(lambda: [seen.report.left for seen in reports(redis_server, "given-up")] == [False])
     learner.close()
     thread.join(HANGING_S)
-    assert "closed before it had joined" in str(ended[0])
+    assert "closed before it joined" in str(ended[0])
     assert [seen.report.left for seen in reports(redis_server, "given-up")] == [True]
     assert not threads()
-    with pytest.raises(UsageError, match="opened once"):
+    with pytest.raises(UsageError, match="opened only once"):
         learner.open()
 
 

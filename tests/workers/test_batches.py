@@ -96,7 +96,7 @@ def test_two_passes_at_once_are_refused() -> None:
     first, second = iter(fed.sampler), iter(fed.sampler)
     assert next(first)
     assert next(second)
-    with pytest.raises(UsageError, match="a pass goes on after a newer one began"):
+    with pytest.raises(UsageError, match="an earlier pass continued after a newer one had started"):
         next(first)
     assert next(second)
 
@@ -133,7 +133,7 @@ def test_batches_are_drawn_where_they_are_trained() -> None:
     thread = threading.Thread(target=lambda: drawn.append(next(iter(fed.sampler))))
     thread.start()
     thread.join()
-    with pytest.raises(UsageError, match="another thread"):
+    with pytest.raises(UsageError, match="a different thread"):
         fed.step(drawn[0])
 
 

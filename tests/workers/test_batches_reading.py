@@ -229,7 +229,9 @@ def test_a_resumed_run_goes_on_with_the_epoch_in_the_order_in_which_it_was_begun
         await until_joined(learner)
         await asyncio.sleep(1.0)
         for other in (DataOrder(length=302, seed=5), DataOrder(length=301, seed=6), DataOrder(length=301, seed=None)):
-            with pytest.raises(SpecMismatch, match=r"its run 301 indices by seed 5.* begin a run of another name"):
+            with pytest.raises(
+                SpecMismatch, match=r"its run reads 301 indices with seed 5.* start a run with a different name"
+            ):
                 await learner.exchange.claims.agree(other)
         await asyncio.sleep(9.0)
         await learner.kill()

@@ -124,7 +124,7 @@ def test_buffers_have_the_last_fragment_to_themselves_exactly_and_without_moment
     assert all(one.sync(run) is run and not one.averaged for one in trained)
     assert layout.trained.fragments == tuple(trained)
     for fragments, say in ((1, 2), (9, 7)):
-        with pytest.raises(UsageError, match=f"the 2 averaged buffers: say fragments={say}"):
+        with pytest.raises(UsageError, match=f"the 2 averaged buffers: set fragments={say}"):
             tensor_table(normed(), SyncSettings(fragments=fragments))
 
 
@@ -168,7 +168,7 @@ def test_a_buffer_is_looked_up_whenever_it_is_copied() -> None:
     parameters.overwrite(1, np.full(16, 7, np.float32))
     assert model[1].running_mean.tolist() == model[1].running_var.tolist() == [7.0] * 8
     model[1].running_mean = torch.zeros(9)
-    with pytest.raises(UsageError, match=r"buffer 1.running_mean was torch.float32 \(8,\) on joining"):
+    with pytest.raises(UsageError, match=r"buffer 1.running_mean was torch.float32 \(8,\) when the learner joined"):
         parameters.snapshot(1)
     model[1].running_mean = None
     with pytest.raises(UsageError, match=r"buffer 1.running_mean is no longer in the model"):
@@ -183,7 +183,7 @@ def test_a_buffer_that_is_no_longer_the_runs_is_found() -> None:
     model[1].register_buffer("later", torch.ones(3))
     watch.inspect(math.inf)
     model[1].running_mean = torch.ones(8).double()
-    with pytest.raises(UsageError, match=r"buffer 1.running_mean was torch.float32 .* and is torch.float64"):
+    with pytest.raises(UsageError, match=r"buffer 1.running_mean was torch.float32 .* and is now torch.float64"):
         watch.inspect(math.inf)
     model[1].running_mean = torch.ones(8)
     model[1].running_var = None

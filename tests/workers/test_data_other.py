@@ -34,7 +34,7 @@ def test_a_token_file_is_mapped_and_its_end_held_out(tmp_path, dtype, largest, v
 
 
 def test_a_model_has_its_text_s_vocabulary_wherever_it_is_built(tmp_path) -> None:
-    """The spec says it, for the evaluator; a text of bytes has the spec it always had."""
+    """The spec says it, for the evaluator; a byte text has the spec it always had."""
     np.save(tmp_path / "tokens.npy", np.arange(8192, dtype=np.uint16) % 300)
     settings = TrainerSettings(data=str(tmp_path / "tokens.npy"))
     spec = trainer_spec(settings, open_text(settings.data))
@@ -110,7 +110,7 @@ def test_a_folder_of_tables_says_how_it_is_read(tmp_path) -> None:
     with pytest.raises(UsageError, match=rf"0 bytes of text .*`diloco data prepare {folder} --out FOLDER`"):
         open_text(str(folder))
     (folder / "part-0.parquet").rename(folder / "picture")
-    with pytest.raises(UsageError, match=r"at least 4096 are needed$"):
+    with pytest.raises(UsageError, match=r"give at least 4096$"):
         open_text(str(folder))
     (folder / "story.txt").write_text("a story\n" * 1000)
     assert open_text(str(folder)).files == 1

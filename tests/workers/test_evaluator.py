@@ -221,19 +221,19 @@ def test_a_checkpoint_gives_back_its_model_and_its_text(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     """A missing, damaged or unknown one is named in one line."""
-    with pytest.raises(UsageError, match="is no checkpoint"):
+    with pytest.raises(UsageError, match="is not a checkpoint"):
         loaded_from(tmp_path)
     save(build("tiny", 0), {"trainer": {"model": "small", "seed": 0}}, tmp_path)
     with pytest.raises(UsageError, match="does not fit model 'small'"):
         loaded_from(tmp_path)
     save(build("tiny", 0), {"trainer": {}}, tmp_path)
-    with pytest.raises(UsageError, match="not one of the built-in"):
+    with pytest.raises(UsageError, match="does not belong to the built-in"):
         loaded_from(tmp_path)
     save(build("tiny", 0), {"trainer": {"model": "tiny", "seed": 0}}, tmp_path)
     loaded_from(tmp_path)
     whole = (tmp_path / "globals.safetensors").read_bytes()
     (tmp_path / "globals.safetensors").write_bytes(whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:])
-    with pytest.raises(UsageError, match=r"globals\.safetensors is damaged: it does not have the digest"):
+    with pytest.raises(UsageError, match=r"globals\.safetensors is damaged: its digest differs"):
         loaded_from(tmp_path)
     (tmp_path / "globals.safetensors").write_bytes(np.zeros(100, np.uint8).tobytes())
     with pytest.raises(UsageError, match="damaged"):

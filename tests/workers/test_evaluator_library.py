@@ -248,11 +248,14 @@ def test_another_model_than_the_runs_is_refused(redis_server: str, run: str) -> 
     wide.inner = nn.Linear(5, 4)
     with a_syncer(redis_server, run), learner_of(redis_server, run, made()) as learner:
         learner.step(1)
-        for model, told in ((other, r"tensor inner.weight: here absent"), (wide, r"here \[4, 5\], the run \[4, 4\]")):
+        for model, told in (
+            (other, r"tensor inner.weight: here absent"),
+            (wide, r"here \[4, 5\], the run has \[4, 4\]"),
+        ):
             with pytest.raises(SpecMismatch, match=told):
                 Evaluator(model, loss_of, run=run, redis_url=redis_server).evaluate()
         for loss, told in NO_LOSSES:
-            with pytest.raises(UsageError, match=f"the evaluator's loss is .*{told}: it must be one number"):
+            with pytest.raises(UsageError, match=f"the evaluator's loss is .*{told}: return one number"):
                 Evaluator(made(), lambda model, loss=loss: loss, run=run, redis_url=redis_server).follow()
     assert evaluations(redis_server, run) == []
 
@@ -277,7 +280,7 @@ def test_a_compiled_model_is_measured_by_the_plain_models_names(redis_server: st
 def test_a_model_that_cannot_be_copied_is_said() -> None:
     model = made()
     model.kept = model(torch.ones(1, 4))  # with its graph
-    with pytest.raises(UsageError, match=r"cannot be copied .*: give the evaluator one that was just made"):
+    with pytest.raises(UsageError, match=r"cannot be copied .*: give the evaluator a newly created model"):
         Evaluator(model, loss_of, redis_url="redis://nowhere")
     with pytest.raises(UsageError, match="run="):
         Evaluator(made(), loss_of, run="a b", redis_url="redis://nowhere")

@@ -96,20 +96,20 @@ def test_the_launcher_of_a_built_in_model_loads_neither_transformers_nor_torch()
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"model_type": "no-such"}, "'no-such' is not known to transformers"),
-        ({"model_type": "vit"}, "'vit' is no causal language model: transformers' AutoModelForCausalLM has no such"),
-        ({"model_type": "t5"}, "'t5' is no causal language model: transformers' AutoModelForCausalLM has no such"),
+        ({"model_type": "no-such"}, "'no-such' is unknown to transformers"),
+        ({"model_type": "vit"}, "'vit' is not a causal language model: transformers' AutoModelForCausalLM has no such"),
+        ({"model_type": "t5"}, "'t5' is not a causal language model: transformers' AutoModelForCausalLM has no such"),
         (
             BERT,
-            "'bert' is no causal language model: is_decoder is False in its config; with True",
+            "'bert' is not a causal language model: is_decoder is False in its config; set it to True",
         ),
-        (BART, "'bart' is no causal language model: is_encoder_decoder is True in its config, and its encoder would"),
-        (XLM, "'xlm' is no causal language model: causal is False"),
-        (LLAMA | {"is_causal": False}, "'llama' is no causal language model: is_causal is False"),
+        (BART, "'bart' is not a causal language model: is_encoder_decoder is True in its config, so its encoder would"),
+        (XLM, "'xlm' is not a causal language model: causal is False"),
+        (LLAMA | {"is_causal": False}, "'llama' is not a causal language model: is_causal is False"),
         (SMALL | {"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is"),
-        ({"model_type": "xlnet"}, "'xlnet' is no causal language model: each of its tokens sees later ones"),
-        ({"model_type": "musicgen"}, "'musicgen' is no causal language model: is_encoder_decoder is True in its"),
-        (LLAMA | {"hidden_size": "wide"}, "is not sound"),
+        ({"model_type": "xlnet"}, "'xlnet' is not a causal language model: its tokens attend to later ones"),
+        ({"model_type": "musicgen"}, "'musicgen' is not a causal language model: is_encoder_decoder is True in its"),
+        (LLAMA | {"hidden_size": "wide"}, "is invalid"),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -156,13 +156,13 @@ def test_a_model_must_know_the_texts_tokens_and_have_its_positions(
     judged(LLAMA, book)
     with pytest.raises(UsageError, match="seq_len=65: the model has 64 positions"):
         judged(LLAMA, book, 65)
-    with pytest.raises(UsageError, match="a text of bytes has 256 entries, and the model's vocab_size is 100"):
+    with pytest.raises(UsageError, match="a byte text has 256 entries, but the model's vocab_size is 100"):
         judged(LLAMA | {"vocab_size": 100}, book)
     tokens = np.arange(5000, dtype=np.uint16) % 258
     np.save(tmp_path / "fits.npy", tokens)
     np.save(tmp_path / "not.npy", np.append(tokens, np.uint16(260)))
     judged(LLAMA, tmp_path / "fits.npy")
-    with pytest.raises(UsageError, match=r"not.npy' has 261 entries, and the model's vocab_size is 260"):
+    with pytest.raises(UsageError, match=r"not.npy' has 261 entries, but the model's vocab_size is 260"):
         judged(LLAMA, tmp_path / "not.npy")
     (tmp_path / "shards").mkdir()
     source = Source([lambda: iter(["a story " * 1000])], counted=True, skipped=0)
@@ -171,7 +171,7 @@ def test_a_model_must_know_the_texts_tokens_and_have_its_positions(
     assert (shards.entries, shards.vocab) == (260, 320)
     monkeypatch.setattr(type(shards.train), "__getitem__", None)
     check_model(HfModel(LLAMA), str(tmp_path / "shards"), 64)
-    with pytest.raises(UsageError, match="shards' has 260 entries, and the model's vocab_size is 259"):
+    with pytest.raises(UsageError, match="shards' has 260 entries, but the model's vocab_size is 259"):
         check_model(HfModel(LLAMA | {"vocab_size": 259}), str(tmp_path / "shards"), 64)
 
 
@@ -184,10 +184,10 @@ def test_a_tokenizer_of_more_entries_than_the_model_is_refused_by_all(
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     tokenizer(folder, book.read_text(), 300)
-    told = r"tokenizer.json has 300 entries, and the model's vocab_size is 260"
+    told = r"tokenizer.json has 300 entries, but the model's vocab_size is 260"
     assert main(["run", "--model", f"hf:{folder}", "--data", str(book), "--seq-len", "32", "--out", str(out)]) == 2
     said = capsys.readouterr().err
-    assert "tokenizer.json has 300 entries, and the model's vocab_size is 260" in " ".join(said.split())
+    assert "tokenizer.json has 300 entries, but the model's vocab_size is 260" in " ".join(said.split())
     assert not out.exists()
     monkeypatch.setattr(tokenized, "_tokenised", None)
     monkeypatch.setattr(hf, "build_hf", None)
@@ -221,7 +221,7 @@ def test_who_comes_with_another_vocabulary_than_the_runs_builds_nothing(
     stop: Any = None
     for run, data, told in (
         (spec, tmp_path / "other.npy", "fingerprint here"),
-        (false, book, "with a vocabulary of 256, and the run's model has one of 1048576"),
+        (false, book, "with a vocabulary of 256, but the run's model has 1048576"),
     ):
         with pytest.raises(SpecMismatch, match=told):
             trainer.train_once(

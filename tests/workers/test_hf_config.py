@@ -20,5 +20,5 @@ def test_what_is_not_of_the_model_is_left_out(key: str) -> None:
 
 @pytest.mark.parametrize("n", [-3, 1_000_000_000])
 def test_a_number_of_layers_that_cannot_be_is_refused_before_anything_is_made_of_it(n: int) -> None:
-    with pytest.raises(UsageError, match=f"num_hidden_layers is {n}; it must be at most"):
+    with pytest.raises(UsageError, match=f"num_hidden_layers is {n}, but must be from 0 to"):
         read_hf(f"hf:{json.dumps(LLAMA | {'num_hidden_layers': n})}")

@@ -106,8 +106,8 @@ def test_a_folder_a_file_and_the_spec_name_the_same_model(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (None, "config.json is not there"),
-        ("{", "is no config"),
+        (None, "config.json does not exist"),
+        ("{", "is not a config"),
         ("[]", "has no model_type"),
         ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "quantized"),
         ('{"model_type": "llama", "a": ' + '{"a": ' * 40 + "1" + "}" * 41, "nested more than 32 deep"),
@@ -354,10 +354,10 @@ def test_a_runs_own_config_has_its_tensors(config: dict[str, Any], book: Path) -
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"intermediate_size": 2**40}, r"mlp.down_proj.weight is \(32, 1099511627776\) by the config"),
-        ({"num_hidden_layers": 3}, r"layers.2.\S+ is \(.*\) by the config, and absent in the spec"),
-        ({"num_hidden_layers": 1}, "is absent by the config"),
-        ({"num_hidden_layers": 10**5}, "makes more tensors than the"),
+        ({"intermediate_size": 2**40}, r"mlp.down_proj.weight is \(32, 1099511627776\) in the config"),
+        ({"num_hidden_layers": 3}, r"layers.2.\S+ is \(.*\) in the config, but absent in the spec"),
+        ({"num_hidden_layers": 1}, "is absent in the config"),
+        ({"num_hidden_layers": 10**5}, "creates more tensors than the"),
     ],
 )
 def test_a_config_of_other_tensors_than_the_runs_takes_no_memory(
@@ -382,7 +382,7 @@ def test_a_run_by_a_tokenizer_asks_for_it(folder: Path, book: Path) -> None:
     """Of the evaluator as of a learner: bytes would be other tokens."""
     tokenizer(folder, book.read_text())
     spec = run_of(book, f"hf:{folder}")
-    with pytest.raises(UsageError, match=r"give --model hf:FOLDER with tokenizer\.json"):
+    with pytest.raises(UsageError, match=r"pass --model hf:FOLDER with tokenizer\.json"):
         built_in(spec, EvaluatorProcess())
     _, loss = built_in(spec, EvaluatorProcess(model=f"hf:{folder}", eval_tokens=64))
     assert callable(loss)

@@ -81,7 +81,7 @@ async def test_a_second_process_under_the_id_of_a_live_learner_is_refused_and_th
     error = await failure(second)
     assert isinstance(error, IdTaken)
     assert not isinstance(error, LearnerReplaced)
-    assert str(error).startswith("another Learner of this process is learner 'l0' already"), "as in a notebook"
+    assert str(error).startswith("another Learner in this process is learner 'l0' already"), "as in a notebook"
     assert "the-host, reported 0." in str(error)
     assert [seen.report.incarnation for seen in await world.bus.read_reports()] == [A]
     await world.finish(first)
@@ -145,7 +145,7 @@ async def test_a_paused_learner_that_wakes_finds_its_successor_and_ends(bus: str
     first.bus.goes_on.set()
     error = await failure(first)
     assert isinstance(error, LearnerReplaced)
-    assert "has taken the place of learner 'l0'" in str(error)
+    assert "has replaced learner 'l0'" in str(error)
     assert f"incarnation {B}" in str(error)
     await world.finish(second)
     assert second.left
@@ -184,8 +184,8 @@ async def test_what_joining_waits_for_is_said_within_seconds() -> None:
         said = [line for line in logs if line["event"] == "joining_delayed"]
     assert [line["log_level"] for line in said] == ["warning"] * 2
     assert "start `diloco syncer --run virtual`" in said[0]["detail"]
-    assert "uploads the first parameters" in said[1]["detail"]
-    assert "another one begins within 10 s" in said[1]["detail"]
+    assert "is uploading the initial parameters" in said[1]["detail"]
+    assert "another learner starts within 10 s" in said[1]["detail"]
     await world.until_version(2)
     await learner.kill()
 

@@ -90,9 +90,13 @@ def test_who_says_another_length_or_seed_is_refused_and_may_say_it_again(redis_s
     with a_syncer(redis_server, "disagree"), learner_of(redis_server, "disagree") as one:
         one.batches(100, 4, seed=2)
         with learner_of(redis_server, "disagree") as other:
-            with pytest.raises(SpecMismatch, match=r"reads 101 indices by seed 2 .* its run 100 indices by seed 2"):
+            with pytest.raises(
+                SpecMismatch, match=r"reads 101 indices with seed 2 .* its run reads 100 indices with seed 2"
+            ):
                 other.batches(101, 4, seed=2)
-            with pytest.raises(SpecMismatch, match=r"reads 100 indices by seed 0 .* its run 100 indices by seed 2"):
+            with pytest.raises(
+                SpecMismatch, match=r"reads 100 indices with seed 0 .* its run reads 100 indices with seed 2"
+            ):
                 other.batches(100, 4)
             with pytest.raises(SpecMismatch, match=r"reads 100 blocks in an order of its own"):
                 other.blocks(100, 4)
@@ -105,7 +109,7 @@ def test_data_is_read_once_in_one_way(redis_server: str) -> None:
             learner.batches(0, 4)
         learner.batches(100, 4)
         for again in (lambda: learner.batches(100, 4), lambda: learner.blocks(100, 4)):
-            with pytest.raises(UsageError, match=r"reads its data already: call batches\(\) or blocks\(\) once"):
+            with pytest.raises(UsageError, match=r"already reading its data: call batches\(\) or blocks\(\) only once"):
                 again()
 
 
@@ -130,7 +134,7 @@ class Streaming(IterableDataset[Any]):
 
 def test_blocks_and_batches_in_a_worker_raise_and_do_not_hang(redis_server: str) -> None:
     """Begun there, or begun here and drawn there; forked or spawned."""
-    here, there = "not in a DataLoader's worker", "made in another process"
+    here, there = "not in a DataLoader worker", "created in the process"
     ways: list[tuple[str, str, Callable[[Learner], Callable[[], Any]]]] = [
         ("inside", there, lambda learner: lambda: learner.blocks(100, 10)),
         ("inside", there, lambda learner: lambda: learner.batches(100, 4)),

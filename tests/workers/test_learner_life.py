@@ -141,7 +141,7 @@ def test_a_learner_is_opened_once(redis_server: str) -> None:
     with a_syncer(redis_server, "once"):
         learner = learner_of(redis_server, "once")
         with learner:
-            with pytest.raises(UsageError, match="opened once: make a new one"), learner:
+            with pytest.raises(UsageError, match="opened only once: create a new one"), learner:
                 pass
             learner.step(1)
         assert learner.left_in_order
@@ -359,7 +359,7 @@ def test_a_replaced_learner_is_told_at_its_next_call(redis_server: str) -> None:
         learner = learner_of(redis_server, "replaced", learner_id="l0")
         successor = samples.report("l0", incarnation="f" * 16, generation=2, versions=(0,))
         threading.Timer(1.0, write, (redis_server, "replaced", successor)).start()
-        with pytest.raises(LearnerReplaced, match="has taken the place of learner 'l0'"), learner:
+        with pytest.raises(LearnerReplaced, match="has replaced learner 'l0'"), learner:
             steps_on(learner)
         assert not learner.left_in_order
         assert not threads()

@@ -279,7 +279,9 @@ class Odd(torch.optim.Optimizer):
 UNKNOWN: dict[str, Callable[[nn.Module], Optimizers]] = {
     "is in two optimizers": lambda m: [torch.optim.SGD(m.parameters(), lr=0.1), torch.optim.AdamW(m.parameters())],
     "'count' is a number for some tensors only": lambda m: [Odd(split(m)[0] + split(m)[1], "counts")],
-    "keeps ['kept_0'] for one tensor and ['kept_1'] for another": lambda m: [Odd(split(m)[0] + split(m)[1], "differs")],
+    "keeps ['kept_0'] for one tensor, but ['kept_1'] for another": lambda m: [
+        Odd(split(m)[0] + split(m)[1], "differs")
+    ],
 }
 
 
@@ -326,5 +328,5 @@ def test_a_learner_with_two_optimizers_comes_back_with_the_moments_of_both(redis
                 second.attach(tokens=7, optimizers=[*fresh, torch.optim.SGD(again.parameters(), lr=0.0)])
             (said,) = [one for one in log if one["event"] == "optimizers_unknown"]
             assert said["optimizers"] == ["SGD"]
-    with pytest.raises(UsageError, match="name each optimizer once"):
+    with pytest.raises(UsageError, match="pass each optimizer once"):
         learner([optimizers[0], optimizers[0]], model)

@@ -71,10 +71,10 @@ def test_ranks_are_found_by_the_model_or_the_mesh(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"parameter weight is a DTensor.*tensor parallelism is not supported"):
             learner(parallel)
         columns = fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda one: Shard(one.dim() - 1))
-        with pytest.raises(UsageError, match=r"parameter weight is placed as .*Shard\(dim=1\).*shards by rows"):
+        with pytest.raises(UsageError, match=r"parameter weight is placed as .*Shard\(dim=1\).*row shards"):
             learner(columns)
         mixed = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=mesh), nn.Linear(2, 2))
-        with pytest.raises(UsageError, match=r"parameter 1.weight is trained but not sharded"):
+        with pytest.raises(UsageError, match=r"parameter 1.weight is trained but, unlike others, not sharded"):
             learner(mixed)
     with pytest.raises(UsageError, match="mesh= without a process group"):
         learner(nn.Linear(2, 2), mesh=mesh)
@@ -138,8 +138,8 @@ def tied_by_data() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (lambda: [nn.Linear(2, 2)], "model is a list"),
-    "no parameters": (nn.ReLU, "no parameter that requires a gradient"),
-    "all frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameter that requires a gradient"),
+    "no parameters": (nn.ReLU, "none of the model's parameters requires a gradient"),
+    "all frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), "none of the model's parameters requires a gradient"),
     "lazy": (lambda: nn.LazyLinear(2), "parameter weight has no shape yet"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), "parameter weight is on the meta device"),
     "two devices": (two_devices, "parameter b.weight is on the meta device"),

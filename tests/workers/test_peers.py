@@ -356,7 +356,7 @@ async def test_a_donor_that_is_too_slow_says_so() -> None:
         assert await world.party("l1").ask() is None
         await asyncio.sleep(TIMES.moments_upload_s)
     (told,) = [line["error"] for line in log if line["event"] == "moments_not_given"]
-    assert told == "not copied and uploaded within 40 s: the one that asked may begin fresh"
+    assert told == "not copied and uploaded within 40 s: the learner that asked may start with fresh moments"
     assert len(asked) == 1
     assert not world.tasks["l0"].done()
 

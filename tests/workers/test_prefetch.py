@@ -88,7 +88,7 @@ def test_another_number_of_batches_than_was_said_is_refused_with_what_to_say(sai
         drawing.take(true)
         drawing.step()
     drawing.take(true)
-    with pytest.raises(UsageError, match=rf"trained {true} batches, and not {said}: say .*accumulate={true}"):
+    with pytest.raises(UsageError, match=rf"trained {true} batches instead of {said}: use .*accumulate={true}"):
         drawing.step()
 
 

@@ -64,9 +64,9 @@ def test_text_comes_back_as_it_was(tmp_path, stories, capsys) -> None:
     spec = {"vocab": 448, "data": str(tmp_path / "tokens"), "data_fingerprint": index.fingerprint}
     words = tokenizer_of(spec, None)
     assert words.decode(words.encode("wörter & 数字\n")) == "wörter & 数字\n"
-    with pytest.raises(UsageError, match="other token shards"):
+    with pytest.raises(UsageError, match="different token shards"):
         tokenizer_of(spec | {"data_fingerprint": "of another run"}, None)
-    with pytest.raises(UsageError, match="give their folder with --data"):
+    with pytest.raises(UsageError, match="pass their folder with --data"):
         tokenizer_of(spec | {"data": "nowhere"}, None)
     assert tokenizer_of(spec | {"data": "nowhere"}, tmp_path / "tokens").end == index.separator
 
@@ -96,7 +96,7 @@ def test_every_way_to_the_same_text_makes_the_same_shards(tmp_path, stories, mon
 def test_a_column_that_is_not_there_is_named(tmp_path, stories, capsys) -> None:
     """With those that hold text; and a file that is no table."""
     assert prepare(stories, "--column", "story", "--out", tmp_path / "out") == 2
-    assert "no column of text 'story'; its columns of text are text" in capsys.readouterr().err
+    assert "no text column 'story'; its text columns are text" in capsys.readouterr().err
     (tmp_path / "broken.parquet").write_bytes(stories.read_bytes()[:-20])
     assert prepare(tmp_path / "broken.parquet", "--out", tmp_path / "out") == 2
     assert "broken.parquet cannot be read as parquet" in capsys.readouterr().err
@@ -110,7 +110,7 @@ def test_a_table_is_a_text_of_bytes_for_a_run(stories) -> None:
     assert text.train.tobytes().decode().split("\0")[0] in STORIES
     assert (text.files, text.skipped) == (600, 2)
     assert open_text(f"{stories},column=text").fingerprint == text.fingerprint
-    with pytest.raises(UsageError, match="no column of text 'id'"):
+    with pytest.raises(UsageError, match="no text column 'id'"):
         open_text(f"{stories},column=id")
 
 
@@ -128,7 +128,7 @@ def test_a_separator_in_the_text_is_one(tmp_path) -> None:
     assert bpe.separator_of(tokenizer, "<|stop|>") == 0
     with pytest.raises(UsageError, match=r"no token '</s>'"):
         bpe.separator_of(tokenizer, "</s>")
-    with pytest.raises(UsageError, match="is no tokenizer"):
+    with pytest.raises(UsageError, match="is not a tokenizer"):
         bpe.load(tmp_path / "dump.txt")
 
 
@@ -179,7 +179,7 @@ def test_one_that_is_ended_looks_unfinished(tmp_path, stories, started, number, 
     if left:
         again = [text, "--tokenizer", tmp_path / "small", "--out", tmp_path / "tokens", "--tokens", "10k"]
         process = started(["-m", "diloco"], *again)
-        assert "did not end; this one begins anew" in process.communicate(timeout=HANGING_S)[0]
+        assert "did not finish; starting from scratch" in process.communicate(timeout=HANGING_S)[0]
         assert process.returncode == 0
         assert check_shards(tmp_path / "tokens").tokens >= 10_000
 

@@ -175,7 +175,7 @@ def test_above_what_a_peer_sends_moments_come_from_the_state_folder_else_they_ar
             assert again.join(peers=peers) == source
         told = [(one["event"], one.get("bytes"), one.get("source")) for one in log]
         assert told == [("moments_too_large_for_peers", size, None), ("moments_recovered", None, source)]
-        assert log[0]["instead"] == "its own from --state-dir, else fresh with the ramp"
+        assert log[0]["instead"] == "its own from --state-dir, otherwise fresh ones with the ramp"
         assert again.keeper.earlier_steps == 5 * (source == "checkpoint")
         assert folder is None or same(again.moments(), first.moments())
 
@@ -290,11 +290,11 @@ def add(name: str) -> Callable[[Path], None]:
         (spoil(lambda told: told.update(moments_file="../../etc/passwd")), "moments_file"),
         (spoil(lambda told: told.pop("steps")), "steps"),
         (lambda folder: (folder / "state.json").write_text("{"), "damaged"),
-        (lambda folder: next(folder.glob("moments-*")).unlink(), "no whole state"),
+        (lambda folder: next(folder.glob("moments-*")).unlink(), "does not hold a complete state"),
         (flip, "does not have the digest"),
         (poison, "exp_avg of fragment . is not finite"),
-        (eight_bits, "no whole state"),
-        (add("nothing"), "'nothing' that is no tensor's"),
+        (eight_bits, "does not hold a complete state"),
+        (add("nothing"), "'nothing' that does not belong to any tensor"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_by_name_and_the_next_way_is_taken(
@@ -424,7 +424,7 @@ def test_two_learners_that_live_never_save_to_one_folder(tmp_path: Path, capsys:
     assert "state_not_saved" not in capsys.readouterr().out
     second.save(lambda: made)
     second.close(60.0)
-    assert "another learner that is alive saves to" in capsys.readouterr().out
+    assert "another live learner saves to" in capsys.readouterr().out
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(HANGING_S,))
     child.start()
     try:
@@ -620,7 +620,7 @@ def test_a_state_that_no_step_has_made_is_no_moments_and_one_of_an_unknown_kind_
     model = torch.nn.ParameterList([parameter])
     layout = layout_of(tensor_table(model, SyncSettings(fragments=1)))
     who = {"run": "run", "learner": "l0", "incarnation": "0" * 16}
-    with pytest.raises(UsageError, match=r"recover='fresh': Diary has stepped.*make it anew"):
+    with pytest.raises(UsageError, match=r"recover='fresh': Diary has stepped.*create a new optimizer"):
         own_moments(model, optimizer, layout, **who, options=RecoveryOptions(recover="fresh"))
 
 
@@ -693,5 +693,5 @@ def test_a_folder_that_cannot_be_written_is_said_on_joining(tmp_path: Path, caps
     assert first.own.folder is not None
     first.own.folder._hold()
     looked(Party(tmp_path / "shared"))
-    assert "give each a folder of its own" in capsys.readouterr().out
+    assert "give each learner its own folder" in capsys.readouterr().out
     first.own.folder.close(60.0)

@@ -161,4 +161,4 @@ def test_a_model_that_became_nan_goes_on_from_the_globals_with_fresh_moments(red
     assert exit_status(told.value) == 1
     assert [one["event"] for one in logs].count("learner_diverged") == 2
     healed = [one["detail"] for one in logs if one["event"] == "learner_healed"]
-    assert healed == ["it goes on from the globals, with fresh moments"] * 2
+    assert healed == ["it continues from the globals, with fresh moments"] * 2

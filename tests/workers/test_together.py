@@ -91,7 +91,10 @@ def test_the_launchers_variables_say_which_rank_this_is(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"batch": 6}, "batch=6: a learner of 4 ranks divides each batch among them; give as many ranks as divide it"),
+        (
+            {"batch": 6},
+            "batch=6: a learner with 4 ranks divides each batch among them; use a number of ranks that divides it",
+        ),
         ({"batch": 8, "sharding": "fsdp", "compile": True}, "--compile with DILOCO_SHARDING=fsdp"),
     ],
 )
@@ -169,7 +172,7 @@ def test_after_a_signal_a_learner_is_one_to_start_again_and_its_log_says_who_was
         signalled()
 
     def signalled() -> None:
-        raise SignalException("asked to end", signal.SIGTERM)
+        raise SignalException("asked to stop", signal.SIGTERM)
 
     for lives, names in ((train, lost), (signalled, "")):
         Launched(monkeypatch, lives)

@@ -148,8 +148,8 @@ def emptied(path: Path) -> None:
 
 
 DAMAGE = [
-    ("train-00001.bin", cut_short, "train-00001.bin is damaged: it has 9997 bytes, the index says 10000"),
-    ("train-00000.bin", Path.unlink, "train-00000.bin, which the index names, cannot be read: No such file"),
+    ("train-00001.bin", cut_short, "train-00001.bin is damaged: it has 9997 bytes, but 10000 by the index"),
+    ("train-00000.bin", Path.unlink, "train-00000.bin, which is listed in the index, cannot be read: No such file"),
     ("index.json", cut_short, "index.json is damaged"),
     ("index.json", emptied, "index.json is damaged: not an object; copy"),
     ("index.json", other_number, "index.json is damaged: its fingerprint does not match its content"),
@@ -221,13 +221,13 @@ def test_one_that_was_killed_is_begun_anew_and_says_so(tmp_path) -> None:
     with new_folder(tmp_path / "out", False, said.append) as folder:
         assert list(folder.iterdir()) == []
     assert (tmp_path / "out").is_dir()
-    assert said == [f"{tmp_path / 'out'}: an earlier preparation did not end; this one begins anew"]
+    assert said == [f"{tmp_path / 'out'}: an earlier preparation did not finish; starting from scratch"]
 
 
 def test_two_at_one_folder_do_not_mix(tmp_path) -> None:
     with (
         new_folder(tmp_path / "out", False, print),
-        pytest.raises(UsageError, match="another `diloco data prepare` is at work"),
+        pytest.raises(UsageError, match="another `diloco data prepare` is already working"),
         new_folder(tmp_path / "out", False, print),
     ):
         pass

@@ -353,7 +353,7 @@ def test_no_redis_is_a_usage_error(book: Path) -> None:
 @pytest.mark.parametrize("name", ["cuda:99", "cuda:-1", "meta", "xpu", "hpu:0", "nonsense", ""])
 def test_a_device_that_is_not_here_is_refused(name: str) -> None:
     """Also one that only torch knows, and one that nobody does."""
-    with pytest.raises(UsageError, match=f"device='{name}' is not available .*; 'auto' takes what is there"):
+    with pytest.raises(UsageError, match=f"device='{name}' is not available .*; use 'auto' for whatever is available"):
         choose_device(name)
 
 

@@ -56,7 +56,7 @@ def run_seeds(
                     progress.console.print(f"seed {line['seed']}: {line['violation']}", style="red")
                     progress.console.print(f"  replay and shrink it: {REPLAY.format(seed=line['seed'])} --shrink")
     except KeyboardInterrupt:
-        console.print(f"stopped after {summary.seeds} of {seeds} seeds; the same command goes on")
+        console.print(f"stopped after {summary.seeds} of {seeds} seeds; repeat the command to continue")
         raise typer.Exit(130) from None
     show(summary, jobs, file)
     raise typer.Exit(1 if summary.violations else 0)

@@ -182,7 +182,7 @@ class Meeting:
         if not result.done():
             await asyncio.wait({result, self._aborted}, return_when=asyncio.FIRST_COMPLETED)
         if not result.done():
-            raise RankGone("a rank of this learner is gone, and the learner with it")
+            raise RankGone("a rank of this learner has ended, so the learner ends too")
 
 
 class WorldSum:

@@ -79,9 +79,9 @@ def check_arguments(**given: Any) -> Arguments:
         with suppress(OSError):  # a full disk must not keep a returning learner from training
             try_folder(Path(arguments.state_dir), LOCK_FILE, LOSSES_FILE)
     if arguments.log_losses and arguments.state_dir is None:
-        raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
+        raise UsageError("log_losses (DILOCO_LOG_LOSSES) needs state_dir for losses.jsonl: set it (--state-dir)")
     if arguments.tokens is not None and arguments.sync is not None and "tokens" in arguments.sync.model_fields_set:
-        raise UsageError("Learner: the budget is given twice: leave out tokens=, or the tokens of sync=")
+        raise UsageError("Learner: the budget is given twice: leave out either tokens= or the tokens of sync=")
     return arguments
 
 
@@ -94,13 +94,14 @@ def whole_tokens(tokens: Any) -> int:
     if type(tokens) is int and 0 <= tokens <= MAX_STEP_TOKENS:
         return tokens
     if isinstance(tokens, torch.Tensor | np.ndarray) and math.prod(tokens.shape) != 1:
-        raise UsageError(f"tokens: of shape {tuple(tokens.shape)}; pass one number, as their sum")
+        raise UsageError(f"tokens: a tensor of shape {tuple(tokens.shape)}; pass one number, such as its sum")
     value = tokens.item() if isinstance(tokens, torch.Tensor | np.ndarray | np.generic) else tokens
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"tokens={_shown(tokens)}: a {type(tokens).__name__}; pass how many tokens were trained")
+        raise UsageError(f"tokens={_shown(tokens)}: a {type(tokens).__name__}; pass the number of trained tokens")
     if not (0 <= value <= MAX_STEP_TOKENS and value == int(value)):
         raise UsageError(
-            f"tokens={_shown(tokens)}: pass a whole number from 0 to {MAX_STEP_TOKENS}; 0: nothing was trained"
+            f"tokens={_shown(tokens)}: pass a whole number from 0 to {MAX_STEP_TOKENS}; 0 means that nothing was "
+            "trained"
         )
     return int(value)
 

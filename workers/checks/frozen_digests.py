@@ -21,7 +21,7 @@ from diloco.workers.names import named_parameters
 # Copied to host memory at a time.
 PIECE_BYTES = 64 * 2**20
 LONG_WORK_BYTES = 2**30
-NOT_COMPARED = "or say same_frozen=False in all learners, and these are not compared"
+NOT_COMPARED = "or set same_frozen=False in all learners, so that frozen tensors are not compared"
 
 
 def check_frozen(model: nn.Module) -> None:
@@ -33,17 +33,18 @@ def check_frozen(model: nn.Module) -> None:
     frozen = dict(_frozen(model))
     if len(frozen) > MAX_TENSORS:
         raise UsageError(
-            f"the model has {len(frozen)} frozen tensors, {MAX_TENSORS} at most: fuse some, {NOT_COMPARED}"
+            f"the model has {len(frozen)} frozen tensors, but at most {MAX_TENSORS} are allowed: fuse some, "
+            f"{NOT_COMPARED}"
         )
     for name, tensor in frozen.items():
         if tensor.is_meta or is_lazy(tensor):
             raise UsageError(
-                f"frozen parameter {name} has no values here: load the model's weights before, {NOT_COMPARED}"
+                f"frozen parameter {name} has no values here: load the model's weights first, {NOT_COMPARED}"
             )
         if len(name) > MAX_TEXT_CHARS:
             raise UsageError(
-                f"frozen parameter {name[:60]}... has a name of {len(name)} characters, {MAX_TEXT_CHARS} at most: "
-                f"shorten it, {NOT_COMPARED}"
+                f"frozen parameter {name[:60]}... has a name of {len(name)} characters, but at most {MAX_TEXT_CHARS} "
+                f"are allowed: shorten it, {NOT_COMPARED}"
             )
 
 
@@ -65,8 +66,8 @@ def frozen_digests(model: nn.Module) -> tuple[tuple[str, bytes], ...]:
             _feed(digest, tensor)
         except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
             raise UsageError(
-                f"frozen parameter {name}, a {type(tensor).__name__}, cannot be read to compare it ({error}): convert "
-                f"it, {NOT_COMPARED}"
+                f"frozen parameter {name}, a {type(tensor).__name__}, cannot be read for comparison ({error}): "
+                f"convert it, {NOT_COMPARED}"
             ) from error
         digests.append((name, digest.digest()))
     return tuple(digests)

@@ -34,7 +34,7 @@ def check_model(model: Any) -> torch.device:
         UsageError: names the tensor or module, and the remedy.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model is a {type(model).__name__}: pass the torch.nn.Module that is trained")
+        raise UsageError(f"model is a {type(model).__name__}: pass the torch.nn.Module to train")
     resharding(model)()
     for name, parameter in named_parameters(model):
         if hasattr(parameter, "ds_id"):
@@ -49,8 +49,8 @@ def check_model(model: Any) -> torch.device:
     for name, tensor in trained.items():
         if tensor.device != device:
             raise UsageError(
-                f"trained parameters lie on several devices: {first} on {device}, {name} on {tensor.device}. Put all "
-                "that require a gradient on one device; frozen ones may be elsewhere"
+                f"trained parameters are on several devices: {first} on {device}, {name} on {tensor.device}. Move all "
+                "parameters that require a gradient to one device; frozen ones may be elsewhere"
             )
     _check_memory({name: local_of(tensor) for name, tensor in trained.items()})
     return device
@@ -60,18 +60,20 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     """Raise UsageError if a trained tensor is not a plain dense one with values."""
     if tensor.is_meta:
         raise UsageError(
-            f"parameter {name} is on the meta device, without values: load the model's weights before, or give it a "
+            f"parameter {name} is on the meta device, without values: load the model's weights first, or give it a "
             "device with `model.to_empty(device=...)` and initialise it"
         )
     if tensor.layout is not torch.strided:
-        raise UsageError(f"parameter {name} is sparse ({tensor.layout}): trained tensors must be dense, or be frozen")
+        raise UsageError(
+            f"parameter {name} is sparse ({tensor.layout}): trained tensors must be dense; convert it or freeze it"
+        )
     if hasattr(type(tensor), "__tensor_flatten__") or tensor.is_quantized:
         raise UsageError(
             f"parameter {name} is a {type(tensor).__name__}, which holds its values in other tensors: freeze it "
-            "(requires_grad_(False)), train adapters beside it, or convert it to a plain tensor"
+            "(requires_grad_(False)), train adapters next to it, or convert it to a plain tensor"
         )
     if any(stride == 0 and side > 1 for stride, side in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise UsageError(f"parameter {name} is expanded, many elements in one place of memory: make it .contiguous()")
+        raise UsageError(f"parameter {name} is expanded, so several elements share memory: make it .contiguous()")
 
 
 def _check_memory(trained: Mapping[str, torch.Tensor]) -> None:
@@ -88,8 +90,8 @@ def _check_memory(trained: Mapping[str, torch.Tensor]) -> None:
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end:
             raise UsageError(
-                f"parameters {first} and {second} share memory without being one: tie them with the same nn.Parameter "
-                "in both modules (`head.weight = embedding.weight`), not with its `.data`"
+                f"parameters {first} and {second} share memory without being the same parameter: tie them with the "
+                "same nn.Parameter in both modules (`head.weight = embedding.weight`), not with its `.data`"
             )
 
 
@@ -108,13 +110,13 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer |
     if not isinstance(inner, torch.optim.Optimizer):
         raise UsageError(
             f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, a wrapper that has one as its "
-            "`.optimizer`, or None (then no moments are saved or shared)"
+            "`.optimizer`, or None (moments are then neither saved nor shared)"
         )
     held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
     if not any(id(tensor) in held for tensor in trained_tensors(model).values()):
         raise UsageError(
-            f"optimizer ({type(optimizer).__name__}) holds none of the model's trained parameters: make it from "
-            "`model.parameters()` of the model that is passed here, after the last `.to()`, copy or wrapping"
+            f"optimizer ({type(optimizer).__name__}) holds none of the model's trained parameters: create it from "
+            "`model.parameters()` of the model passed here, after the last `.to()`, copy or wrapping"
         )
     return inner
 
@@ -137,12 +139,12 @@ def check_adoptions(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             kept = min(kept, share_kept(optimizer, group, like))
         except Exception as error:  # an optimizer of the user's own may do anything in its step
             if kept:
-                detail = "if it keeps its own copy of the weights, it undoes adoptions: see Learner(adopted=...)"
+                detail = "if it keeps its own copy of the weights, it undoes adopted globals: see Learner(adopted=...)"
                 structlog.get_logger().info("adoption_not_tried", optimizer=name, error=str(error)[:200], detail=detail)
         if kept < MIN_KEPT:
             raise UsageError(
-                f"optimizer ({name}) goes on from its own copy of the weights, so it would undo what is adopted from "
-                "the run: say Learner(..., adopted=fn), where fn(parameter, before) brings its copy up to date"
+                f"optimizer ({name}) continues from its own copy of the weights, so it would undo what is adopted "
+                "from the run: pass Learner(..., adopted=fn), where fn(parameter, before) updates its copy"
             )
 
 

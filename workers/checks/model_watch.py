@@ -21,8 +21,8 @@ from diloco.workers.parameters import resharding
 # Largest share of the training thread's time.
 SHARE = 1e-3
 REMEDY = (
-    "what is synchronised is settled when a learner joins. Change the model before `with`; or leave the block, change "
-    "it, and join another run, as all learners must"
+    "what is synchronised is fixed when a learner joins. Change the model before the `with` block. Or leave the "
+    "block, change the model, and join another run with all learners"
 )
 
 
@@ -91,20 +91,22 @@ class ModelWatch:
             known = missing.pop(name, None)
             if known is None:
                 if tensor.requires_grad and tensor.numel():
-                    raise UsageError(f"parameter {name} requires a gradient now, and did not on joining: {REMEDY}")
+                    raise UsageError(
+                        f"parameter {name} now requires a gradient but did not when the learner joined: {REMEDY}"
+                    )
                 continue
             was, form = known
             if tensor is not was:
-                raise UsageError(f"parameter {name} was replaced by another: {REMEDY}")
+                raise UsageError(f"parameter {name} was replaced by a different one: {REMEDY}")
             optimizer = self._optimizer.get(id(tensor))
             if tensor.requires_grad:
                 trains.add(optimizer)
             else:
                 frozen.setdefault(optimizer, name)
             if _form(tensor) != form:
-                raise UsageError(f"parameter {name} was {_said(form)} and is {_said(_form(tensor))} now: {REMEDY}")
+                raise UsageError(f"parameter {name} was {_said(form)} and is now {_said(_form(tensor))}: {REMEDY}")
         for optimizer in trains & frozen.keys():
-            why = "and not all that its optimizer trains, while the run goes on merging it"
+            why = "although its optimizer still trains other parameters and the run continues to merge it"
             raise UsageError(f"parameter {frozen[optimizer]} was frozen, {why}: {REMEDY}")
         if missing:
             raise UsageError(f"parameter {next(iter(missing))} is no longer in the model: {REMEDY}")
@@ -119,7 +121,7 @@ class ModelWatch:
             if tensor is None:
                 raise UsageError(f"buffer {name} is no longer in the module where it was: {REMEDY}")
             if _form(tensor) != form:
-                raise UsageError(f"buffer {name} was {_said(form)} and is {_said(_form(tensor))} now: {REMEDY}")
+                raise UsageError(f"buffer {name} was {_said(form)} and is now {_said(_form(tensor))}: {REMEDY}")
 
 
 def _said(form: _Form) -> str:

@@ -35,8 +35,8 @@ class OwnProcess:
 
     def _refusal(self) -> UsageError:
         return UsageError(
-            f"{self._what} gives indices in the learner's own process only, not in a DataLoader's worker: make the "
-            f"loader as DataLoader(dataset, batch_sampler=learner.batches(...)), so that workers get the indices"
+            f"{self._what} yields indices only in the learner's own process, not in a DataLoader worker: create the "
+            "loader as DataLoader(dataset, batch_sampler=learner.batches(...)), so that workers get the indices"
         )
 
 

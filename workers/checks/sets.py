@@ -11,8 +11,10 @@ def check_set(ranks: int, batch: int, sharding: str, compiled: bool) -> None:
     """
     if batch % ranks:
         raise UsageError(
-            f"batch={batch}: a learner of {ranks} ranks divides each batch among them; give as many "
-            f"ranks as divide it, or, for a new run, --batch {ranks * -(-batch // ranks)}"
+            f"batch={batch}: a learner with {ranks} ranks divides each batch among them; use a number of ranks that "
+            f"divides it, or, for a new run, --batch {ranks * -(-batch // ranks)}"
         )
     if ranks > 1 and sharding == "fsdp" and compiled:
-        raise UsageError("--compile with DILOCO_SHARDING=fsdp: a model that is sharded is not compiled; leave one out")
+        raise UsageError(
+            "--compile with DILOCO_SHARDING=fsdp: a sharded model cannot be compiled; leave out one of them"
+        )

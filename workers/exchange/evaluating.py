@@ -149,7 +149,7 @@ class Evaluating:
 
     @torch.inference_mode()
     def _number(self) -> float:
-        return float(one_number(self._loss(self._model), "the evaluator's loss is {}, {}: it must be one number"))
+        return float(one_number(self._loss(self._model), "the evaluator's loss is {}, {}: return one number"))
 
 
 def check_tensors(model: nn.Module, spec: Spec) -> None:
@@ -162,14 +162,16 @@ def check_tensors(model: nn.Module, spec: Spec) -> None:
     here |= {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
     run = {one.name: one.shape for one in spec.tensors}
     lines = [
-        f"  tensor {name}: here {list(here[name]) if name in here else 'absent'}, the run {list(shape)}"
+        f"  tensor {name}: here {list(here[name]) if name in here else 'absent'}, the run has {list(shape)}"
         for name, shape in run.items()
         if here.get(name) != shape
     ]
     if lines:
         more = [f"  ... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
         told = "\n".join([*lines[:MAX_LISTED], *more])
-        raise SpecMismatch(f"the evaluator's model is not the run's:\n{told}\nGive it the model that learners train.")
+        raise SpecMismatch(
+            f"the evaluator's model is not the run's:\n{told}\nGive it the model that the learners train."
+        )
 
 
 async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: asyncio.Event) -> bool:

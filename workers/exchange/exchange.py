@@ -100,5 +100,5 @@ class Exchange(Generic[S]):
             takes_writes = self.member.clock.now() - self.reporting.taken_s < TIMES.warn_look_s
             missed = missed + 1 if takes_writes and not here else 0
             if missed == 2:
-                remedy = "start `diloco syncer` for this run; training goes on, and a part of it may be lost meanwhile"
+                remedy = "start `diloco syncer` for this run; training continues, but part of it may be lost meanwhile"
                 self.member.log.warning("no_syncer", detail=f"nothing is merged: {remedy}")

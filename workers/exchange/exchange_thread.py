@@ -86,11 +86,11 @@ class ExchangeThread(Generic[E_co]):
             in_order = self.result_of(leaving)
         except CancelledError:
             self.join()
-            raise self.failure or UsageError("the learner's exchange thread ended before it had left") from None
+            raise self.failure or UsageError("the learner's exchange thread ended before it had left the run") from None
         self.left = True
         if not in_order:
             structlog.get_logger().warning(
-                "leave_overrun", learner=self._training.learner, safe="all that was uploaded"
+                "leave_overrun", learner=self._training.learner, safe="everything that was uploaded"
             )
         return in_order
 

@@ -119,7 +119,7 @@ class Version0:
         ttl_s, retry = TIMES.initial_claim_ttl_s, self._member.outages.retry
         while await retry(self._bus.claim_initial, nonce, ttl_s):  # noqa: ASYNC110  # no event
             await asyncio.sleep(ttl_s / 4)
-        raise BusUnavailable("the claim to version 0 has lapsed, and another learner has it")
+        raise BusUnavailable("the claim to version 0 has expired, and another learner has it")
 
     async def _prolong(self, nonce: str) -> None:
         """Keep extending the lifetime of the upload: other fragments and the syncers' copying may take long."""

@@ -76,8 +76,8 @@ class Identity:
                 raise
             seen = await self._retry(self._newest)
             raise LearnerReplaced(
-                f"{_who(seen)} has taken the place of learner {self._learner!r}{_described(seen)}. This one was "
-                "silent for too long (paused, or cut off from Redis), and ends; what it trained since is lost",
+                f"{_who(seen)} has replaced learner {self._learner!r}{_described(seen)}. This one was silent for too "
+                "long (paused, or cut off from Redis) and is stopping; what it has trained since is lost",
                 error.generation,
             ) from None
 
@@ -92,9 +92,9 @@ class Identity:
                 heard, last, quiet_since = heard + (last is not None), told, self._clock.now()
             if heard >= HEARD:
                 raise IdTaken(
-                    f"{_who(seen)} is learner {self._learner!r} already{_described(seen)}. End that one (a Learner by "
-                    "`close()`), or give this one an id of its own (--learner-id, learner_id=), or none: then it makes "
-                    "one up"
+                    f"{_who(seen)} is already learner {self._learner!r}{_described(seen)}. Stop that one (a Learner "
+                    "with `close()`), or give this one an id of its own (--learner-id, learner_id=), or no id: it "
+                    "then gets a random one"
                 )
             if seen.report.left or seen.age_s > BUS_TIMES.live_s or self._clock.now() - quiet_since > TIMES.id_silent_s:
                 return seen.report.generation + 1
@@ -110,7 +110,7 @@ class Identity:
 
 def _who(seen: SeenReport | None) -> str:
     here = seen is not None and _HERE.get(seen.report.incarnation) == os.getpid()
-    return "another Learner of this process" if here else "another process"
+    return "another Learner in this process" if here else "another process"
 
 
 def _described(seen: SeenReport | None) -> str:

@@ -201,10 +201,10 @@ async def reason(bus: Bus, fragments: Sequence[int]) -> str:
         return ""
     syncers = await bus.read_syncers()
     if not syncers:
-        return f"no syncer serves run {bus.keys.run!r}: start `diloco syncer --run {bus.keys.run}` with the same Redis"
+        return f"run {bus.keys.run!r} has no syncer: start `diloco syncer --run {bus.keys.run}` on the same Redis"
     if await bus.read_initial() is None:
         return (
-            "a learner uploads the first parameters, and the others wait for it; if it has died, another one begins "
-            f"within {TIMES.initial_claim_ttl_s:g} s"
+            "a learner is uploading the initial parameters, and the others are waiting for it; if it has died, "
+            f"another learner starts within {TIMES.initial_claim_ttl_s:g} s"
         )
-    return f"syncer {', '.join(sorted(set(syncers.values())))} has yet to take over the first parameters"
+    return f"syncer {', '.join(sorted(set(syncers.values())))} has not yet taken over the initial parameters"

@@ -57,7 +57,7 @@ async def _read(
     bus: Bus, spec: Spec, layout: Layout, fragments: Iterable[int], known: RunState | None, left: bool
 ) -> list[Float32]:
     if (held := await read_run(bus)) is None:
-        raise BadPayload("the run has no spec: the bus has lost it, and its learners put it back")
+        raise BadPayload("the run has no spec: the bus has lost it; waiting for its learners to restore it")
     compare(spec, held)
     if (state := await bus.read_state()) is not None:
         state.check_same_run(known, bus.keys.run, "This learner was in")
@@ -67,7 +67,9 @@ async def _read(
     for fragment in map(layout.fragments.__getitem__, fragments):
         (head,) = await bus.read_heads([fragment.id])
         if head is None:
-            raise BadPayload(f"fragment {fragment.id} has no head: the bus has lost it, and a syncer puts it back")
+            raise BadPayload(
+                f"fragment {fragment.id} has no head: the bus has lost it; waiting for a syncer to restore it"
+            )
         sync = fragment.sync(spec.sync)
         found.append(await pull_shown(bus, head, fragment.elements, sync, asyncio.to_thread))
     return found
@@ -77,7 +79,7 @@ async def _last_merge(bus: Bus) -> None:
     until = LoopClock().now() + TIMES.newest_s
     while (state := await bus.read_state()) is not None and state.phase in (Phase.DRAINING, Phase.CLOSING):
         if LoopClock().now() > until:
-            detail = "the run does not finish: is a syncer running? What was merged until now is read"
+            detail = "the run is not finishing; is a syncer running? Reading what has been merged so far"
             structlog.get_logger().warning("run_not_finished", phase=state.phase, detail=detail)
             return
         await asyncio.sleep(TIMES.poll_s)

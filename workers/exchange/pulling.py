@@ -288,7 +288,7 @@ class Following:
         if lost is None:
             self._lost_since_s = now
             after = f"after {TIMES.heads_lost_s:g} s"
-            detail = f"a syncer puts them back; else this learner uploads what it has adopted {after}"
+            detail = f"a syncer restores them; otherwise this learner uploads what it has adopted {after}"
             member.log.warning("heads_lost", detail=detail)
         elif now - lost >= TIMES.heads_lost_s:
             nonce = f"{pulling.looks:04x}{member.incarnation}"[:32]  # a new nonce, since the values are not the first

@@ -9,9 +9,10 @@ from diloco.workers.exchange.member import Member
 
 # What to do, by reason. The other reasons concern late deltas and the network, and pass by themselves.
 REMEDIES = {
-    RefusalReason.NON_FINITE: "the model has NaN or infinite values: lower the learning rate, look at the loss and the "
-    "data",
-    RefusalReason.ABSURD_NORM: "the delta is far larger than other learners': look at the learning rate and the data",
+    RefusalReason.NON_FINITE: "the model has NaN or infinite values: lower the learning rate, and check the loss and "
+    "the data",
+    RefusalReason.ABSURD_NORM: "the delta is far larger than those of other learners: check the learning rate and "
+    "the data",
 }
 # Non-finite deltas of one fragment in a row, after which the learner is told to heal: the same number after which a
 # syncer no longer counts their tokens. One or two are mended by the next adoption, if the moments are sound.
@@ -58,12 +59,12 @@ class Refused:
         found = f"{HEALED_AFTER} deltas of fragment {fragment} in a row are not finite"
         if self._healed is not None:
             raise LearnerDiverged(
-                f"{found}; it was told to heal before, and no delta of fragment {self._worst} was merged since",
+                f"{found}; it was already told to heal, and no delta of fragment {self._worst} has been merged since",
                 remedy,
             )
         self._not_finite.clear()
         self._healed, self._worst, self._shared.heal = dict(self._newest), fragment, True
-        detail = f"{found}: the learner ends after as many again, unless one of that fragment is merged"
+        detail = f"{found}: the learner stops after that many more, unless a delta of that fragment is merged"
         self._log.warning("learner_diverged", detail=detail)
 
     def merged(self, record: Committed) -> None:

@@ -25,7 +25,7 @@ def compare(spec: Spec, held: Spec) -> None:
     """
     if told := differences(spec, held):
         frozen = spec.model_copy(update={"frozen": held.frozen}) == held
-        hint = " If frozen tensors differ on purpose, say same_frozen=False in all learners of a new run." * frozen
+        hint = " If frozen tensors differ on purpose, set same_frozen=False in all learners of a new run." * frozen
         raise SpecMismatch(
             f"this learner and the run disagree:\n{told}\n"
             f"Give all learners the same model and settings, or choose another run name.{hint}",
@@ -68,7 +68,10 @@ class Agreement:
         now = self._clock.now()
         if self._other_since_s is None:
             self._other_since_s = now
-            detail = "the bus has another spec under this run's name; unless a syncer puts it back, this learner ends"
+            detail = (
+                "the bus has a different spec under this run's name; unless a syncer restores the right one, "
+                "this learner stops"
+            )
             self._log.warning("spec_replaced", detail=detail)
         if now - self._other_since_s >= patience_s:
             compare(self._spec, held)

@@ -66,8 +66,9 @@ class ShardClaims:
         held = await self._bus.propose_data_order(order)
         if held != order:
             raise SpecMismatch(
-                f"this learner reads {_in_words(order)}, and its run {_in_words(held)}: give all learners the same "
-                f"data and seed, or begin a run of another name (not from this one's checkpoint, which keeps its data)"
+                f"this learner reads {_in_words(order)}, but its run reads {_in_words(held)}: give all learners the "
+                "same data and seed, or start a run with a different name (not from this one's checkpoint, which "
+                "keeps its data)"
             )
         self._order = order
 
@@ -140,7 +141,7 @@ class ShardClaims:
         there = 0 <= shard.start < shard.stop <= blocks
         if not there:
             say = self._log.debug if self._refused_one else self._log.warning  # anybody may put any number there
-            detail = "an entry of the data queue is no shard of this data; such entries are removed unread"
+            detail = "an entry of the data queue is not a shard of this data; such entries are removed unread"
             say("shard_refused", start=shard.start, stop=shard.stop, blocks=blocks, detail=detail)
             self._refused_one = True
         return there
@@ -185,14 +186,16 @@ class ShardClaims:
         shards = cut_epoch(epoch, blocks, per_shard)
         if await self._bus.fill_shards(epoch, shards, counted):
             if lost:
-                self._log.warning("shards_lost", epoch=epoch, detail="the bus lost the data queue: read from its start")
+                self._log.warning(
+                    "shards_lost", epoch=epoch, detail="the bus lost the data queue; restarting the current epoch"
+                )
             self._log.info("epoch_queued", epoch=epoch, shards=len(shards))
 
 
 def _in_words(order: DataOrder) -> str:
     if order.seed is None:
         return f"{order.length} blocks in an order of its own (blocks({order.length}, ...))"
-    return f"{order.length} indices by seed {order.seed} (batches({order.length}, ..., seed={order.seed}))"
+    return f"{order.length} indices with seed {order.seed} (batches({order.length}, ..., seed={order.seed}))"
 
 
 class ShardsInTurn:

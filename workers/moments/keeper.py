@@ -71,7 +71,9 @@ class Keeper:
             self._own.copies.answer(None)
             if not self._failed:
                 self._failed = True
-                detail = "training goes on; peers get none, and a restart uses what was saved before, or begins fresh"
+                detail = (
+                    "training continues; peers get no moments, and a restart uses those saved earlier, or fresh ones"
+                )
                 structlog.get_logger().warning(
                     "moments_not_copied", learner=self._own.learner, error=str(error)[:500], detail=detail
                 )

@@ -87,8 +87,8 @@ def own_moments(
         if state is None:
             names = ", ".join(type(one).__qualname__ for one in given)
             raise UsageError(
-                f"recover='fresh': {names} has stepped, and what it keeps cannot be emptied "
-                "safely: make it anew, and load no state into it"
+                f"recover='fresh': {names} has stepped, and its state cannot be cleared safely: create a new "
+                "optimizer, and do not load state into it"
             )
         for one in given:
             one.state.clear()

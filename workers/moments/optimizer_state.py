@@ -67,7 +67,9 @@ def recoverable_state(model: nn.Module, optimizers: Optimizers | None, layout: L
         log.warning("moments_not_recoverable", optimizer=names, error=str(error)[:200])
         return None
     if state.others:
-        detail = "only its own state folder restores these: they are neither shaped like a parameter nor single numbers"
+        detail = (
+            "only its own state folder can restore these: they are neither shaped like a parameter nor single numbers"
+        )
         log.info("moments_not_for_peers", optimizer=names, keeps=state.others, detail=detail)
     return state
 
@@ -115,7 +117,7 @@ def _trials(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[int, s
                 first, *rest = trial_states(optimizer, group, alike[0], shape, min(2, len(names)))
                 if rest and rest[0].keys() != first.keys() and rest[0]:
                     raise TypeError(
-                        f"it keeps {sorted(first)} for one tensor and {sorted(rest[0])} for another like it"
+                        f"it keeps {sorted(first)} for one tensor, but {sorted(rest[0])} for another like it"
                     )
                 stacked = bool(rest and first and not rest[0])
                 found.append(_Trial((number, place), shape, first, tuple(names), stacked))
@@ -199,7 +201,7 @@ class OptimizerState:
 
         if state and (state.keys() != kept.keys() or not all(alike(*one) for one in state.items())):
             here, there = ({name: _form(value) for name, value in sorted(one.items())} for one in (state, kept))
-            raise TypeError(f"for {tensor} the optimizer keeps {here}, and kept {there} in a trial of another size")
+            raise TypeError(f"for {tensor} the optimizer keeps {here}, but kept {there} in a trial of a different size")
 
     def clear(self) -> None:
         """Empty the optimizers' state, so that they begin fresh."""
@@ -221,9 +223,9 @@ class OptimizerState:
             needed.setdefault(slot.tensor.name, set()).update(names)
         for tensor, names in needed.items():
             if found.pop(tensor, set()) != names:
-                raise BadPayload(f"{tensor} needs {sorted(names)} beside its moments, and no other tensors")
+                raise BadPayload(f"{tensor} needs {sorted(names)} besides its moments, and no other tensors")
         if found:
-            raise BadPayload(f"there are other tensors for {sorted(found)[:3]}, which this model does not train")
+            raise BadPayload(f"there are tensors for {sorted(found)[:3]}, which this model does not train")
 
     def _began(self, moments: Moments, tensor: str, at: int) -> bool:
         """Return whether the tensor at this place of the layout was ever stepped, as far as can be known."""

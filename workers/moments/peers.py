@@ -109,8 +109,8 @@ class Peers:
         """
         if offer.layout != self._layout.digest or offer.kind != self._kind:
             raise BadPayload(
-                f"{offer.learner} offers moments of {offer.kind.optimizer} {list(offer.kind.moments)}, "
-                f"here is {self._kind.optimizer} {list(self._kind.moments)}"
+                f"{offer.learner} offers moments of {offer.kind.optimizer} {list(offer.kind.moments)}, but this "
+                f"learner has {self._kind.optimizer} {list(self._kind.moments)}"
             )
         flats = []
         for fragment in self._layout.fragments:
@@ -147,7 +147,8 @@ class Peers:
                 pass  # another peer may answer, or the learner that asked begins fresh
             except TimeoutError:
                 error = (
-                    f"not copied and uploaded within {TIMES.moments_upload_s:g} s: the one that asked may begin fresh"
+                    f"not copied and uploaded within {TIMES.moments_upload_s:g} s: the learner that asked may start "
+                    "with fresh moments"
                 )
                 log.warning("moments_not_given", learner=self._learner, error=error)
             except Exception as error:  # helping another learner must never harm this one

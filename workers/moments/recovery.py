@@ -99,7 +99,7 @@ class Recovery:
                 learner=own.learner,
                 bytes=size,
                 most=MAX_OFFERED_BYTES,
-                instead="its own from --state-dir, else fresh with the ramp",
+                instead="its own from --state-dir, otherwise fresh ones with the ramp",
             )
             return None
         return Peers(bus, clock, own.learner, own.layout, own.state.kind, chunk_bytes, state)
@@ -136,5 +136,5 @@ def _load(folder: StateFolder, identity: RunIdentity | None, own: OptimizerState
         except BadPayload as error:
             raise StateRefused(f"{folder.path} does not fit this optimizer: {error}") from error
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise StateRefused(f"{folder.path} holds no random state that can be set: {error}") from error
+            raise StateRefused(f"{folder.path} has no random state that can be restored: {error}") from error
     return found

@@ -67,7 +67,7 @@ def check(moments: Moments, layout: Layout) -> None:
     """
     tensors = sum(1 for _ in slots(layout))
     if tuple(sorted(moments.numbers)) != moments.kind.numbers:
-        raise BadPayload(f"numbers {sorted(moments.numbers)} where {list(moments.kind.numbers)} were announced")
+        raise BadPayload(f"has numbers {sorted(moments.numbers)}, but announced {list(moments.kind.numbers)}")
     for name, values in moments.numbers.items():
         if len(values) != tensors:
             raise BadPayload(f"{name} has {len(values)} values for {tensors} tensors")
@@ -77,7 +77,7 @@ def check(moments: Moments, layout: Layout) -> None:
         raise BadPayload(f"moments of {len(moments.flats)} fragments for {len(layout.fragments)}")
     for fragment, flats in zip(layout.fragments, moments.flats, strict=True):
         if tuple(sorted(flats)) != moments.kind.moments:
-            raise BadPayload(f"moments {sorted(flats)} where {list(moments.kind.moments)} were announced")
+            raise BadPayload(f"has moments {sorted(flats)}, but announced {list(moments.kind.moments)}")
         for name, flat in flats.items():
             elements = of_moment(layout, name).fragments[fragment.id].elements
             if flat.shape != (elements,):

@@ -167,8 +167,8 @@ class StateFolder:
                 if not isinstance(error, BlockingIOError):
                     raise
                 raise OSError(
-                    f"another learner that is alive saves to {self.path}: give each a folder of its own, or end the "
-                    "one that was here before"
+                    f"another live learner saves to {self.path}: give each learner its own folder, or stop the one "
+                    "that used it first"
                 ) from error
             self._lock = lock
 
@@ -238,9 +238,9 @@ class StateFolder:
         file = self.path / state.moments_file
         try:
             if not file.is_file():  # also refuses a named pipe, whose reading would never end
-                raise StateRefused(f"{self.path} holds no whole state: {file.name} is missing")
+                raise StateRefused(f"{self.path} does not hold a complete state: {file.name} is missing")
             if file_sha256(file) != state.moments_sha256:
-                raise StateRefused(f"{file} is damaged: it does not have the digest that {path.name} says")
+                raise StateRefused(f"{file} is damaged: its digest differs from that in {path.name}")
             moments = self._arrays(state, safetensors.numpy.load_file(file))
             check(moments, self._layout)
         except (
@@ -249,20 +249,20 @@ class StateFolder:
             BadPayload,
             AttributeError,  # safetensors asks numpy for a type that it does not have
         ) as error:
-            raise StateRefused(f"{self.path} holds no whole state: {error}") from error
+            raise StateRefused(f"{self.path} does not hold a complete state: {error}") from error
         return state, moments
 
     def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
         if identity is None:
-            raise StateRefused(f"{self.path} cannot be compared: the start of the run here is not known yet")
+            raise StateRefused(f"{self.path} cannot be compared: it is not known yet when this run started")
         if not state.identity.same(identity):
             raise StateRefused(f"{self.path} was saved in another run, {state.identity.run!r}")
         if state.layout != self._layout.digest:
-            raise StateRefused(f"{self.path} was saved for another model or another number of fragments")
+            raise StateRefused(f"{self.path} was saved for a different model or number of fragments")
         if state.kind != kind:
             raise StateRefused(
                 f"{self.path} was saved for {state.kind.optimizer}, which keeps "
-                f"{[*state.kind.moments, *state.kind.numbers]}; here is {kind.optimizer}, which keeps "
+                f"{[*state.kind.moments, *state.kind.numbers]}; this learner has {kind.optimizer}, which keeps "
                 f"{[*kind.moments, *kind.numbers]}"
             )
 
@@ -280,13 +280,13 @@ class StateFolder:
             for p, slot in slots(layout):
                 array = arrays.get(f"{name}/{slot.name}")
                 if array is None or array.shape != slot.shape or array.dtype != np.float32:
-                    raise StateRefused(f"{self.path} lacks a sound {name} of {slot.name}")
+                    raise StateRefused(f"{self.path} lacks a valid {name} of {slot.name}")
                 flats[p][name][slot.start : slot.stop] = array.reshape(-1)
         others: dict[tuple[str, str], Any] = {}
         for key, array in arrays.items():
             name, slash, tensor = key.partition("/")
             if not slash:
-                raise StateRefused(f"{self.path} holds an array {key[:80]!r} that is no tensor's")
+                raise StateRefused(f"{self.path} holds an array {key[:80]!r} that does not belong to any tensor")
             if name not in state.kind.moments:
                 others[name, tensor] = array
         return Moments(state.kind, tuple(flats), state.numbers, others)
@@ -303,7 +303,7 @@ def read_state(path: Path) -> SavedState:
             raise StateRefused(f"{path} is larger than {MAX_STATE_BYTES} bytes")
         return SavedState.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise StateRefused(f"{path} is damaged, or of another release: {complaint(error)}") from error
+        raise StateRefused(f"{path} is damaged, or from a different release: {complaint(error)}") from error
     except OSError as error:
         raise StateRefused(f"{path} cannot be read: {error}") from error
 

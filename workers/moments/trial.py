@@ -68,7 +68,7 @@ def trial_states(
         if name != "params" and (name not in options or not _same(options[name], value))
     ]
     if changed:
-        raise TypeError(f"its step changes {changed} of a whole parameter group, beside what it keeps for each tensor")
+        raise TypeError(f"its step changes {changed} of a whole parameter group, besides its state for each tensor")
     return [{n: value for n, value in twin.state[one].items() if value is not None} for one in parameters]
 
 
@@ -149,7 +149,7 @@ def _copied(what: str, value: Any) -> Any:
         copy = value.copy()
         copy.update((key, _copied(what, entry)) for key, entry in value.items())
         return copy
-    raise TypeError(f"its {what} holds a {type(value).__qualname__}, which a trial of it could change")
+    raise TypeError(f"its {what} holds a {type(value).__qualname__}, which a trial step could change")
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -130,7 +130,7 @@ class Learner(BaseLearner):
             parameters.take(leaves)
         else:
             trained, self._taken = 0, True
-            detail = "it began with its own values: put `params = learner.params` first in the `with` block"
+            detail = "it started from its own values: put `params = learner.params` first in the `with` block"
             structlog.get_logger().warning("first_step_not_counted", learner=self.id, detail=detail)
         # The leaves were taken above, so an interrupt of the wait below does not lose this step's training.
         one = leaves[self._smallest]
@@ -200,8 +200,8 @@ class Learner(BaseLearner):
 
 
 NAMES_HINT = (
-    "If it is the same model, with other names or axes as learners in torch have them, say so: own name -> the run's "
-    'name, and the order of the axes there, as in Learner(..., names={"hidden.kernel": ("0.weight", (1, 0))})'
+    "If it is the same model under other names or axis orders, as in a torch learner, map own names to (the run's "
+    'name, the order of its axes there): Learner(..., names={"hidden.kernel": ("0.weight", (1, 0))})'
 )
 
 
@@ -229,7 +229,7 @@ def _is_concrete(name: str, value: Any) -> bool:
         return False
     if value.is_deleted():
         raise UsageError(
-            f"{name} was donated to a jitted function, and is no longer there: pass what that function returned"
+            f"{name} was donated to a jitted function and no longer exists: pass what that function returned"
         )
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):  # such as a random key
         raise UsageError(f"{name}: {value.dtype} of shape {value.shape}; pass a number")

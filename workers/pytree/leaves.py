@@ -88,7 +88,7 @@ class PytreeParameters:
         array = self._leaves[leaf.at]
         if array.is_deleted():
             raise UsageError(
-                f"leaf {leaf.path} was donated to a jitted function, and no step() has given its new value"
+                f"leaf {leaf.path} was donated to a jitted function, and step() has not been called with its new value"
             )
         if slot.tensor.rows is None:
             return leaf, jnp.copy(array)

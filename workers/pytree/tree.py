@@ -110,7 +110,9 @@ class Tree:
             raise UsageError(self._what_differs(params))
         for path, form, leaf in zip(self._paths, self._forms, leaves, strict=True):
             if (now := _form(path, leaf)) != form:
-                raise UsageError(f"leaf {path} was {_said(form)} on joining and is {_said(now)} now: {REMEDY}")
+                raise UsageError(
+                    f"leaf {path} was {_said(form)} when the learner joined and is {_said(now)} now: {REMEDY}"
+                )
         return leaves
 
     def _what_differs(self, params: Any) -> str:
@@ -118,21 +120,21 @@ class Tree:
         now = [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in named]
         for path in now:
             if path not in self._paths:
-                return f"leaf {path} was not there on joining: {REMEDY}"
+                return f"leaf {path} did not exist when the learner joined: {REMEDY}"
         for path in self._paths:
             if path not in now:
-                return f"leaf {path} is no longer there: {REMEDY}"
-        return f"the pytree was {self.structure} on joining and is {structure} now: {REMEDY}"
+                return f"leaf {path} no longer exists: {REMEDY}"
+        return f"the pytree was {self.structure} when the learner joined and is {structure} now: {REMEDY}"
 
 
 REMEDY = (
-    "step() takes the parameters that the learner was made with, trained further, and nothing else. To train other "
-    "ones, make another learner, in another run"
+    "step() takes only the parameters that the learner was created with, trained further. To train others, create "
+    "another learner in another run"
 )
 
 
 # How a value of `Names` is written.
-FORMS = "its name in the run, or (that name, the order of its axes there), such as ('0.weight', (1, 0))"
+FORMS = "its name in the run, or (its name in the run, the order of its axes there), such as ('0.weight', (1, 0))"
 
 
 def _flatten(params: Any, flatten: Callable[[Any], tuple[list[Any], Any]]) -> tuple[list[Any], Any]:
@@ -145,7 +147,7 @@ def _flatten(params: Any, flatten: Callable[[Any], tuple[list[Any], Any]]) -> tu
         return flatten(params)
     except ValueError as error:
         raise UsageError(
-            f"JAX cannot flatten the pytree: {error} Give each dict in it keys of one type, such as text"
+            f"JAX cannot flatten the pytree: {error} Use keys of only one type, such as str, in each of its dicts"
         ) from error
 
 
@@ -158,20 +160,23 @@ def _form(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:
     if isinstance(leaf, jax.core.Tracer):
         raise UsageError(f"leaf {path} is traced: call the learner outside of jit, grad and scan")
     if not isinstance(leaf, jax.Array | np.ndarray):
-        raise UsageError(f"leaf {path} is a {type(leaf).__name__}: pass parameters alone, as arrays (jnp.asarray)")
+        raise UsageError(f"leaf {path} is a {type(leaf).__name__}: pass only parameters, as arrays (jnp.asarray)")
     if leaf.dtype.name not in DTYPES:
         raise UsageError(
-            f"leaf {path} is {leaf.dtype.name}; trained leaves may be {', '.join(DTYPES)}: convert it, or keep it "
-            "outside of what the learner is given"
+            f"leaf {path} is {leaf.dtype.name}; trained leaves may be {', '.join(DTYPES)}: convert it, or do not pass "
+            "it to the learner"
         )
     if not isinstance(leaf, jax.Array):
         return leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype.newbyteorder("="))
     if leaf.is_deleted():
         raise UsageError(
-            f"leaf {path} was donated to a jitted function, and is no longer there: pass what that function returned"
+            f"leaf {path} was donated to a jitted function and no longer exists: pass what that function returned"
         )
     if not leaf.is_fully_addressable:
-        raise UsageError(f"leaf {path} lies on devices of several processes: a JAX learner is one process")
+        raise UsageError(
+            f"leaf {path} is on devices of several processes, but a JAX learner is one process: keep it "
+            "on this process's devices"
+        )
     return leaf.shape, leaf.dtype
 
 
@@ -189,7 +194,7 @@ def _mapped(path: str, dims: int, given: Any) -> tuple[str, tuple[int, ...]]:
     if not isinstance(name, str):
         raise UsageError(f"names: {path} -> {reprlib.repr(given)}; give {FORMS}")
     if sorted(axes) != list(range(dims)):
-        raise UsageError(f"names: {path} -> {name!r} with axes {axes}, which are no permutation of its {dims} axes")
+        raise UsageError(f"names: {path} -> {name!r} with axes {axes}, which are not a permutation of its {dims} axes")
     return name, axes
 
 
@@ -197,27 +202,28 @@ def _check_named(argument: str, named: Collection[str], paths: Sequence[str]) ->
     """Raise UsageError if an argument names leaves that are not there."""
     if (missing := next((name for name in named if name not in paths), None)) is not None:
         some = ", ".join(paths[:SHOWN]) + ", ..." * (len(paths) > SHOWN)
-        raise UsageError(f"{argument}: the pytree has no leaf {missing!r}; it has {some}")
+        raise UsageError(f"{argument}: the pytree does not have a leaf {missing!r}; it has {some}")
 
 
 def _check_leaves(leaves: Sequence[Leaf]) -> None:
     """Raise UsageError if the leaves cannot be the tensors of a run."""
     if not leaves:
-        raise UsageError("the pytree has no leaf with elements: a learner would have nothing to train")
+        raise UsageError("none of the pytree's leaves has elements, so a learner would have nothing to train")
     if len(leaves) > MAX_TENSORS:
-        raise UsageError(f"the pytree has {len(leaves)} leaves: {MAX_TENSORS} at most")
+        raise UsageError(f"the pytree has {len(leaves)} leaves, but at most {MAX_TENSORS} are allowed")
     seen = dict[str, Leaf]()
     for leaf in leaves:
         if (other := seen.setdefault(leaf.name, leaf)) is not leaf:
             raise UsageError(f"leaves {other.path} and {leaf.path} are both {leaf.name!r} in the run: rename one")
         if len(leaf.name) > MAX_TEXT_CHARS:
             raise UsageError(
-                f"leaf {leaf.name[:60]}... has a name of {len(leaf.name)} characters: {MAX_TEXT_CHARS} at most"
+                f"leaf {leaf.name[:60]}... has a name of {len(leaf.name)} characters, but at most {MAX_TEXT_CHARS} "
+                "are allowed"
             )
         if not _is_unicode(leaf.name):
-            raise UsageError(f"leaf {leaf.path!r} has a name that is no Unicode text, and cannot travel: rename it")
+            raise UsageError(f"leaf {leaf.path!r}: its name is not valid Unicode and cannot be sent; rename it")
         if len(leaf.shape) > MAX_DIMS:
-            raise UsageError(f"leaf {leaf.path} has {len(leaf.shape)} dimensions: {MAX_DIMS} at most")
+            raise UsageError(f"leaf {leaf.path} has {len(leaf.shape)} dimensions, but at most {MAX_DIMS} are allowed")
 
 
 def _is_unicode(name: str) -> bool:

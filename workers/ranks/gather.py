@@ -191,8 +191,8 @@ class Transfers:
             self._not_finite.discard(p)
             return
         if not self._not_finite:
-            held = "its own rows have NaN or infinite values, and its learner's deltas are refused"
-            detail = f"{held}: lower the learning rate, and look at this rank's data and its machine"
+            held = "its own rows have NaN or infinite values, so its learner's deltas are refused"
+            detail = f"{held}: lower the learning rate, and check this rank's data and machine"
             self._member.log.warning("rank_not_finite", rank=self._rank, fragment=p, detail=detail)
         self._not_finite.add(p)
 
@@ -344,7 +344,7 @@ def own_values(flat: Float32, pieces: Sequence[Piece]) -> Float32:
 
 def _check_size(rank: int, p: int, vector: Float32, expected: int) -> None:
     if len(vector) != expected:
-        raise RankGone(f"rank {rank} of this learner has sent {len(vector)} of {expected} elements of fragment {p}")
+        raise RankGone(f"rank {rank} of this learner sent {len(vector)} of {expected} elements of fragment {p}")
 
 
 def _cut(own: Float32, pieces: Iterable[Piece]) -> Float32:
@@ -375,7 +375,7 @@ EVERY = 1024
 # rounding does not cause so much.
 APART, ROUNDING = 0.1, 1e-6
 REMEDY = (
-    "replicas of one model are not trained alike, so what is published is a mixture of several: wrap the model in "
+    "the replicas of the model have diverged, so a mixture of them is published: wrap the model in "
     "DistributedDataParallel, or average every gradient over the ranks (all_reduce) before each optimizer step, and "
     "give all ranks' optimizers the same settings"
 )

@@ -156,7 +156,7 @@ class Rank:
                 if self._left_in_order is None:  # rank 0 was lost before its goodbye: the transport ends this thread
                     await self._gone
         except TimeoutError:
-            raise RankGone("rank 0 of this learner has not left in time") from None
+            raise RankGone("rank 0 of this learner did not leave in time") from None
         finally:
             lost.cancel()
         return bool(self._left_in_order)
@@ -209,8 +209,8 @@ class RankExchange:
                 await self._bus.add_event(Event(name="learner_broken", who=who, detail=why[:500], unix_s=unix_s))
 
     async def report_end(self, why: str, within_s: float) -> str:
-        """Tell the other ranks and the bus why this rank ends; return the reason, with the others' reasons."""
-        why = f"rank {self._transport.rank} of this learner was asked to end: {why}"
+        """Tell the other ranks and the bus why this rank ends; return the reason, with what is known of the others."""
+        why = f"rank {self._transport.rank} of this learner was asked to stop: {why}"
         if self._joined.done():  # all ranks have joined, so all can be asked
             why = f"{why}. The ranks: {await steps_of_all(self._transport, within_s / 2)}"
         with suppress(TimeoutError):

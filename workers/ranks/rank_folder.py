@@ -105,13 +105,17 @@ class RankFolder(StateFolder):
             )
             return state, found[1]
         if isinstance(self._layout, KeptLayout):
-            raise StateRefused(f"{self._all} was saved by other ranks, and not all tensors keep the same moments")
+            raise StateRefused(
+                f"{self._all} was saved with a different set of ranks, and not all tensors keep the same moments"
+            )
         return self._gathered(parts, identity, kind)
 
     def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
         super()._compare(state, identity, kind)
         if state.partition != self._ranks.get("partition", ""):
-            raise StateRefused(f"{self.path} was saved by ranks that held other rows, and some of theirs are missing")
+            raise StateRefused(
+                f"{self.path} was saved by ranks that held different rows, and some of these are missing"
+            )
 
     def _newest(self, identity: RunIdentity | None) -> Parts:
         """Return this run's complete set that has gone furthest, its first rank first; empty if there is none."""
@@ -144,7 +148,9 @@ class RankFolder(StateFolder):
                 continue  # a rank that holds nothing saved no moments
             loaded = StateFolder(path, layout).load(identity, kind)
             if loaded is None or loaded[1].others:
-                raise StateRefused(f"{path} was saved by other ranks, and holds what cannot be shared out anew")
+                raise StateRefused(
+                    f"{path} was saved with a different set of ranks, and holds data that cannot be redistributed"
+                )
             saved_here: dict[str, list[tuple[int, int, Slot]]] = defaultdict(list)
             for there, (q, slot) in enumerate(slots(layout)):
                 saved_here[slot.tensor.name].append((there, q, slot))
@@ -162,7 +168,7 @@ class RankFolder(StateFolder):
                             own[p][name][to] = loaded[1].flats[q][name][of]
                         missing -= high - low
         if missing:
-            raise StateRefused(f"{self._all} does not hold each of this rank's elements once: {missing} are left over")
+            raise StateRefused(f"{self._all} does not hold each of this rank's elements exactly once: {missing} remain")
         state = self._with_own_random_state(_with_fewest_steps(next(iter(parts.values())), parts.values()))
         structlog.get_logger().info("state_resharded", folder=str(self._all), parts=len(parts), ranks=len(self._held))
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
@@ -186,7 +192,9 @@ def _with_fewest_steps(state: SavedState, parts: Collection[SavedState]) -> Save
     """Replace the steps by the lowest number in the set, so that all ranks begin with the same."""
     if len({part.steps for part in parts}) > 1:
         steps = sorted(part.steps for part in parts)
-        structlog.get_logger().info("state_of_several_steps", steps=steps, detail="its ranks did not save at once")
+        structlog.get_logger().info(
+            "state_of_several_steps", steps=steps, detail="its ranks did not save at the same time"
+        )
     first = min([*parts, state], key=lambda part: part.steps)
     return state.model_copy(update={"steps": first.steps})
 

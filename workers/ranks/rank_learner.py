@@ -105,7 +105,9 @@ class JoinedRank:
             UsageError: this is another rank.
         """
         if self._rank.exchange is None:
-            raise UsageError("only rank 0 has the learner's exchange and reads its work queue; this is another rank")
+            raise UsageError(
+                "only rank 0 has the learner's exchange and reads its work queue; this is a different rank"
+            )
         return self._rank.exchange
 
     @property
@@ -282,7 +284,7 @@ class JoinedRank:
 
     def abort(self, error: BaseException) -> bool:
         """Tell the other ranks to stop, and why. Always True: a rank cannot leave alone, so `leave` is skipped."""
-        why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
+        why = f"rank {self._number} of this learner left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
             self.thread.result_of(self.thread.ask(self._rank.break_off(error, why)))
         return True
@@ -395,7 +397,9 @@ class RankThread(ExchangeThread[Rank]):
         self._aborting.start()
         within_s = hang_limit_s(self._training.times.step_s)
         if not self._noticed.wait(within_s):
-            detail = f"{self.failure}; no step in {within_s:.3g} s: training may wait for ever, so the process ends"
+            detail = (
+                f"{self.failure}; no step in {within_s:.3g} s: training might wait forever, so the process is stopping"
+            )
             self._log.error("rank_ended", detail=detail)
             os._exit(AGAIN_STATUS)
 

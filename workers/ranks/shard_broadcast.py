@@ -102,14 +102,20 @@ class FollowingShards:
             except queue.Empty:
                 check()
             waited_s = time.monotonic() - began
-            how = "all ranks must draw alike: give their loaders the same num_workers and prefetch_factor"
+            how = (
+                "all ranks must draw the same number of batches: give their loaders the same num_workers and "
+                "prefetch_factor"
+            )
             if within_s is not None and waited_s > within_s:
-                raise UsageError(f"batches(): rank 0 has not drawn as many as this rank in {within_s:g} s; {how}")
+                raise UsageError(f"batches(): rank 0 did not draw as many as this rank within {within_s:g} s; {how}")
             if not warned and waited_s > PATIENCE_S:
                 warned = True
                 structlog.get_logger().warning("batches_awaited", detail=f"rank 0 has not drawn as many yet; {how}")
         if asked != self._asked:
-            raise UsageError(f"batches(): this rank says {_shown(self._asked)}, rank 0 {_shown(asked)}: say the same")
+            raise UsageError(
+                f"batches(): this rank uses {_shown(self._asked)}, but rank 0 uses {_shown(asked)}: pass "
+                "the same arguments"
+            )
         shard = codec.decode(Shard, encoded)
         return (ClaimedShard(entry_id=entry, shard=shard, position=position) if entry else None), shard
 

@@ -54,7 +54,7 @@ from diloco.workers.stopping import HANGUP, STOPS, Stopping
 LEAVE_TOGETHER_S = 40.0
 # After this many seconds without a step of rank 0, a warning says which step each rank has reached.
 APART_S = 60.0
-EQUALLY = "all ranks of a learner must call step equally often, and then leave"
+EQUALLY = "all ranks of a learner must call step equally often before they leave"
 
 
 class ExitBarrier:
@@ -83,7 +83,7 @@ class ExitBarrier:
         how = _steps_text(self._left)
         if others := [rank for rank in range(self._transport.ranks) if rank not in self._left]:
             there = _steps_text({rank: await _steps_of(self._transport, rank) for rank in others})
-            how = f"{how}; in {LEAVE_TOGETHER_S:g} s these have not: {there}"
+            how = f"{how}; within {LEAVE_TOGETHER_S:g} s these did not: {there}"
         if others or len(set(self._left.values())) > 1:
             why = f"ranks of this learner have left their loops: {how}. {EQUALLY[0].upper()}{EQUALLY[1:]}"
             await self._transport.end(why)
@@ -98,7 +98,9 @@ class ExitBarrier:
                 with suppress(RankGone):  # either the learner ends by it, or all ranks are leaving: no warning needed
                     steps = await self._transport.ask_all("steps")
                     if len(set(steps)) > 1:
-                        structlog.get_logger().warning("ranks_apart", steps=steps, detail=f"no step goes on: {EQUALLY}")
+                        structlog.get_logger().warning(
+                            "ranks_apart", steps=steps, detail=f"steps have stopped: {EQUALLY}"
+                        )
             before = self.steps
 
     async def _take_left(self, rank: int, steps: int) -> None:
@@ -116,9 +118,9 @@ async def _steps_of(transport: Transport, rank: int, within_s: float = INFORM_S)
         async with asyncio.timeout(within_s):
             return int(await transport.ask(rank, "steps"))
     except TimeoutError:
-        return "does not answer (it is paused, or its machine is unreachable)"
+        return "is not answering (it is paused, or its machine is unreachable)"
     except RankGone:
-        return "is gone"
+        return "has ended"
 
 
 async def steps_of_all(transport: Transport, within_s: float) -> str:
@@ -239,8 +241,12 @@ class RankStopping(Stopping):
     def _end(self, number: int, again: bool) -> None:
         name = signal.Signals(number).name
         limit_s = hang_limit_s(self.step_s())
-        since = f"came again, and {SECOND_SIGNAL_S:g} s later" if again else f"came, and {limit_s:.3g} s later"
-        why = f"{name} {since} its main thread still waits in {main_thread_calls()}"
+        since = (
+            f"was received again, and {SECOND_SIGNAL_S:g} s later"
+            if again
+            else (f"was received, and {limit_s:.3g} s later")
+        )
+        why = f"{name} {since} its main thread is still waiting in {main_thread_calls()}"
         with suppress(Exception):  # the process ends in any case
             why = self.report(why, REPORT_AT_ONCE_S if again else REPORT_S)
         structlog.get_logger().error("rank_ended", detail=why)

@@ -62,17 +62,17 @@ LOOPBACK = "127.0.0.1"
 # The gloo groups of this process's learners, by their ranks. They are kept: `_group_of` says why.
 GROUPS = dict[tuple[int, ...], Any]()
 NO_RANKS = (
-    "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. Where they train "
-    "one model, wrap it in DistributedDataParallel, or shard it by fully_shard, before you make the Learner; a loop "
-    "that averages gradients by itself passes mesh= (a DeviceMesh, a process group, or 'world'). Else start each "
-    "learner as a process of its own, without a process group"
+    "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. If they train "
+    "one model, wrap it in DistributedDataParallel or shard it with fully_shard before you create the Learner; in a "
+    "loop that averages gradients itself, pass mesh= (a DeviceMesh, a process group, or 'world'). Otherwise start "
+    "each learner as a separate process without a process group"
 )
 STALE_STORE = (
-    "torchrun with --max-restarts would hang at a restart: gloo finds stale addresses in torchrun's store. Set "
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and add --rdzv-backend c10d --rdzv-endpoint localhost:29601 (a free port), "
-    "or leave --max-restarts out"
+    "torchrun with --max-restarts would hang at a restart, because gloo finds stale addresses in torchrun's store. "
+    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and add --rdzv-backend c10d --rdzv-endpoint localhost:29601 (a free "
+    "port), or leave out --max-restarts"
 )
-SHARDS_ONLY = "a learner's ranks hold shards by rows, or replicas: FSDP2 (fully_shard), HSDP and DDP"
+SHARDS_ONLY = "a learner's ranks must hold row shards or replicas: FSDP2 (fully_shard), HSDP or DDP"
 MAX_REFUSED = 2**14
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -148,14 +148,14 @@ def gather_messages(group: Any, own: M) -> list[M]:
         size = torch.tensor([len(data)], device="cpu")
         distributed.broadcast(size, source, group)
         if not 0 < (nbytes := int(size)) <= kind.max_bytes:
-            raise UsageError(f"rank {rank} of this learner says {nbytes} bytes, where {kind.max_bytes} is the limit")
+            raise UsageError(f"rank {rank} of this learner announced {nbytes} bytes, but the limit is {kind.max_bytes}")
         if distributed.get_rank(group) != rank:
             data = bytearray(nbytes)
         distributed.broadcast(torch.frombuffer(data, dtype=torch.uint8), source, group)
         try:
             messages.append(codec.decode(kind, bytes(data)))
         except BadMessage as error:
-            raise UsageError(f"rank {rank} of this learner has sent a message that cannot be read: {error}") from error
+            raise UsageError(f"rank {rank} of this learner sent an unreadable message: {error}") from error
     return messages
 
 
@@ -186,11 +186,13 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
         found = _same(found, tuple(tensor.device_mesh.mesh.flatten().tolist()), f"parameter {name}")
     if sharded and len(sharded) < len(trained):
         plain = next(name for name in trained if name not in sharded)
-        raise UsageError(f"parameter {plain} is trained but not sharded, unlike others: shard it, or freeze it")
+        raise UsageError(f"parameter {plain} is trained but, unlike others, not sharded: shard it, or freeze it")
     if not found and (size := _world_size()) > 1:
         raise UsageError(NO_RANKS.format(size))
     if found and distributed.get_rank() not in found:
-        raise UsageError(f"this process is rank {distributed.get_rank()}, which is not one of the learner's: {found}")
+        raise UsageError(
+            f"this process is rank {distributed.get_rank()}, which does not belong to the learner: {found}"
+        )
     if len(found) > 1:
         _check_restarts()
     return () if len(found) == 1 and not sharded else found
@@ -212,7 +214,7 @@ def _given(mesh: Any) -> tuple[int, ...]:
     if mesh is None or (mesh == WORLD and _world_size() == 1):
         return ()
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise UsageError("mesh= without a process group: call torch.distributed.init_process_group before")
+        raise UsageError("mesh= without a process group: call torch.distributed.init_process_group first")
     if mesh == WORLD:
         return tuple(range(_world_size()))
     if isinstance(mesh, distributed.ProcessGroup):
@@ -236,8 +238,8 @@ def _check_sharded(name: str, tensor: Any, model: nn.Module) -> None:
 
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UsageError(
-            f"parameter {name} is a DTensor, but no module was given to fully_shard: tensor parallelism is "
-            f"not supported. {SHARDS_ONLY}"
+            f"parameter {name} is a DTensor, but fully_shard was not called on any module: tensor parallelism is not "
+            f"supported. {SHARDS_ONLY}"
         )
     placements = tensor.placements
     shards = [one for one in placements if not isinstance(one, Replicate)]
@@ -258,7 +260,7 @@ def _range(tensor: Any) -> Range:
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     elements, row = local_of(tensor).numel(), tensor.numel() // tensor.shape[0]
     if elements != row * (shape[0] if shape else 1):
-        raise UsageError(f"a shard of shape {tuple(local_of(tensor).shape)} where {tuple(shape)} was expected")
+        raise UsageError(f"a shard of shape {tuple(local_of(tensor).shape)} instead of {tuple(shape)}")
     return (offset[0] * row, offset[0] * row + elements) if elements else (0, 0)
 
 
@@ -266,7 +268,7 @@ def _wait(work: Any, within: timedelta | None) -> None:
     try:
         work.wait() if within is None else work.wait(within)
     except RuntimeError as error:
-        raise RankGone(f"a rank of this learner is gone, and the learner with it: {error}") from error
+        raise RankGone(f"a rank of this learner has ended, so the learner ends too: {error}") from error
 
 
 class GlooSum:
@@ -347,7 +349,9 @@ class RankGroup:
         if failure is not None:
             raise failure
         if not made:
-            raise RankGone(f"rank {source} of this learner could not read a value that all ranks need: see its error")
+            raise RankGone(
+                f"rank {source} of this learner could not read a value that all ranks need: see its log for the error"
+            )
         whole = whole if self.rank == source else np.empty(elements, np.float32)
         _wait(distributed.broadcast(torch.from_numpy(whole), first, self.gloo, async_op=True), BROADCAST_TIMEOUT)
         return whole
@@ -386,7 +390,7 @@ def rendezvous(
             rows = gather_messages(group, HeldRows(machine=socket.gethostname(), held=ranges))
             connections = _connect(group, [one.machine for one in rows], agreed.token)
     except RuntimeError as error:
-        raise RankGone(f"the ranks of this learner have not met: {error}") from error
+        raise RankGone(f"the ranks of this learner could not connect: {error}") from error
     holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in rows)
     return RankGroup(group, rank, (agreed.learner, agreed.incarnation), agreed.spec, holds, connections)
 
@@ -410,8 +414,8 @@ def _warn_if_slow(ranks: Sequence[int]) -> Iterator[None]:
     Before they have met, nothing detects a missing rank, not even one that has died: torch waits for it.
     """
     detail = (
-        f"{len(ranks)} ranks are to make their Learner: the log of one that lags says what it waits for; if one has "
-        "ended, end the others (torchrun does)"
+        f"all {len(ranks)} ranks must create their Learner: the log of a slow rank shows what it is waiting for; if "
+        "one has ended, stop the others (torchrun does)"
     )
     timer = threading.Timer(TIMES.joining_told_s, structlog.get_logger().warning, ["ranks_awaited"], {"detail": detail})
     timer.daemon = True
@@ -450,13 +454,13 @@ def _same_arguments(messages: Sequence[Arguments]) -> None:
     for rank, one in enumerate(messages):
         pairs = ((name, its, first.get(name)) for name, its in one.arguments)
         differ = [f"  {name}: {its}; rank 0: {its_0}" for name, its, its_0 in pairs if its != its_0]
-        _refuse(rank, "other arguments", "\n".join(differ))
+        _refuse(rank, "different arguments", "\n".join(differ))
 
 
 def _same_model(proposals: Sequence[Proposal]) -> None:
     for rank, one in enumerate(proposals):
         if _tensors(one.spec) != _tensors(proposals[0].spec):
-            _refuse(rank, "another model", differences(one.spec, proposals[0].spec))
+            _refuse(rank, "a different model", differences(one.spec, proposals[0].spec))
 
 
 def _refuse(rank: int, what: str, differ: str) -> None:

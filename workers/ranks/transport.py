@@ -112,7 +112,9 @@ def accept_calls(listener: socket.socket, rank: int, ranks: int, token: bytes) -
                 connection, _ = listener.accept()
             except OSError as error:  # TimeoutError and BlockingIOError among them
                 missing = sorted({*range(rank + 1, ranks)} - connections.keys())
-                raise RankGone(f"ranks {missing} of this learner have not called rank {rank}: {error!r}") from error
+                raise RankGone(
+                    f"ranks {missing} of this learner have not connected to rank {rank}: {error!r}"
+                ) from error
             other = _caller(connection, token)
             if rank < other < ranks and other not in connections:
                 connections[other] = _prepared(opened.enter_context(connection))
@@ -334,15 +336,15 @@ class Transport:
     def _gone(self, rank: int, error: BaseException) -> RankGone:
         if self.reason:
             return RankGone(self.reason)
-        how = "is gone" if isinstance(error, (OSError, EOFError)) else f"sent unreadable data ({error}): it is gone"
-        return RankGone(f"rank {rank} of this learner {how}, and the learner with it: start all of its ranks again")
+        how = "has ended" if isinstance(error, (OSError, EOFError)) else f"sent unreadable data ({error})"
+        return RankGone(f"rank {rank} of this learner {how}, so the learner ends too: start all of its ranks again")
 
     async def _receive(self, rank: int, reader: asyncio.StreamReader) -> None:
         try:
             while True:
                 size, nbytes = _SIZES.unpack(await reader.readexactly(_SIZES.size))
                 if size > MAX_HEAD_BYTES or nbytes > 4 * SLICE or nbytes % 4:
-                    raise ValueError(f"a head of {size} and a vector of {nbytes} bytes cannot come from a rank")
+                    raise ValueError(f"a head of {size} and a vector of {nbytes} bytes cannot have come from a rank")
                 has_vector, number, what, *args = msgpack.unpackb(await reader.readexactly(size))
                 if has_vector:
                     args.append(pooled(nbytes // 4, np.float32))

@@ -26,7 +26,7 @@ def built_in(spec: Spec, settings: EvaluatorProcess) -> Measured:
     place, seq_len = settings.data or spec.trainer.get("data"), spec.trainer.get("seq_len")
     check_model(spec)
     if not isinstance(place, str) or not isinstance(seq_len, int):
-        raise UsageError("this run was not started by the built-in trainer: its spec names no data and seq_len")
+        raise UsageError("this run was not started by the built-in trainer: its spec names neither data nor seq_len")
     text = open_for(place, read_hf(settings.model) if settings.model else None, seq_len)
     check_tokenizer(text, spec.trainer)
     check_text(text, place, spec.trainer)
@@ -46,7 +46,7 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> bool:
     """
     url = settings.bus_url()
     if url is None:
-        raise UsageError("an evaluator needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
+        raise UsageError("an evaluator needs a Redis: pass --redis-url or set DILOCO_REDIS_URL")
 
     def begin(spec: Spec) -> Evaluating:
         return Evaluating(spec, built_in(spec, settings), settings.eval_every)

@@ -40,7 +40,7 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError:  # not the name of a device
         device = None
     if device is None or not here.get(device.type) or (device.index or 0) >= max(1, torch.cuda.device_count()):
-        raise UsageError(f"device={name!r} is not available on this machine; 'auto' takes what is there")
+        raise UsageError(f"device={name!r} is not available on this machine; use 'auto' for whatever is available")
     return device
 
 
@@ -62,7 +62,7 @@ def forward_of(model: nn.Module, device: torch.device, compiled: bool, backend: 
         trial = nn.Linear(8, 8, device=device)
         torch.autograd.backward(torch.compile(trial, backend=backend)(torch.ones(8, 8, device=device)).sum())
     except Exception as error:  # each backend raises its own kinds
-        needs = "Triton (pip install triton)" if device.type == "cuda" else "a C++ compiler (g++; or set CXX to yours)"
+        needs = "Triton (pip install triton)" if device.type == "cuda" else "a C++ compiler (g++, or set CXX to yours)"
         first = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise UsageError(f"--compile needs {needs} on this machine: {first}") from error
     made: nn.Module = torch.compile(model, backend=backend)  # type: ignore[assignment]  # given a module it returns one
@@ -87,17 +87,19 @@ def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
         SpecMismatch: the fingerprints or the vocabularies differ, and the message shows both; or the run has no text.
     """
     if "data_fingerprint" not in spec:
-        raise SpecMismatch("this run was not started by the built-in trainer: start its own program as another learner")
-    if text.fingerprint != spec["data_fingerprint"]:
-        hint = " (another Python version has another standard library)" if data == "stdlib" else ""
         raise SpecMismatch(
-            f"data={data!r} holds another text here than in the run{hint}: fingerprint here {text.fingerprint}, "
-            f"the run has {spec['data_fingerprint']}. Give this party a copy of the run's text with --data"
+            "this run was not started by the built-in trainer: to add a learner, start the run's own program"
+        )
+    if text.fingerprint != spec["data_fingerprint"]:
+        hint = " (another Python version has a different standard library)" if data == "stdlib" else ""
+        raise SpecMismatch(
+            f"data={data!r} holds a different text here from the run's{hint}: fingerprint here {text.fingerprint}, "
+            f"the run has {spec['data_fingerprint']}. Give this party a copy of the run's text (--data)"
         )
     if text.vocab != (run := spec.get("vocab", BYTES)):
         raise SpecMismatch(
-            f"data={data!r} takes a model with a vocabulary of {text.vocab}, and the run's model has one of {run}. "
-            "Give this party a copy of the run's text with --data"
+            f"data={data!r} needs a model with a vocabulary of {text.vocab}, but the run's model has {run}. Give this "
+            "party a copy of the run's text (--data)"
         )
 
 

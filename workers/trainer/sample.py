@@ -43,10 +43,10 @@ def load_model(where: str, trainer: object, tensors: Mapping[str, Tensor]) -> Lo
     try:
         spec = _TRAINER.validate_python(trainer)
     except ValidationError as error:
-        raise UsageError(f"{where} is not a checkpoint, or damaged: {complaint(error)}") from error
+        raise UsageError(f"{where} is not a checkpoint, or is damaged: {complaint(error)}") from error
     values = {name: _values(tensor) for name, tensor in tensors.items()}
     if broken := [name for name, tensor in values.items() if not torch.isfinite(tensor).all()]:
-        raise UsageError(f"{where} is damaged: {broken[0]} has elements that are not finite")
+        raise UsageError(f"{where} is damaged: {broken[0]} has non-finite elements")
     model = model_of(spec).eval()
     misfit = f"{where} does not fit model {spec['model']!r}"
     try:
@@ -82,7 +82,10 @@ class _Pairs:
     def __init__(self, folder: Path, fingerprint: object) -> None:
         index = read_index(folder)
         if index.fingerprint != fingerprint:
-            raise UsageError(f"{folder} has other token shards than this model was trained on: give theirs with --data")
+            raise UsageError(
+                f"{folder} holds different token shards from those this model was trained on: pass the "
+                "right ones with --data"
+            )
         check_digest(folder / TOKENIZER_FILE, index.tokenizer)
         self._tokenizer = bpe.load(folder / TOKENIZER_FILE)
         self.end, self.count = index.separator, bpe.entries(self._tokenizer)
@@ -108,15 +111,17 @@ def tokenizer_of(spec: TrainerSpec, data: Path | None) -> _Bytes | _Pairs:
         return _Bytes()
     if spec.get("tokenizer") is not None:
         raise UsageError(
-            "this model was trained with its own tokenizer, which alone can read what it writes: `diloco export --hf` "
-            "gives a folder for transformers"
+            "only this model's own tokenizer can read its output: use `diloco export --hf` to write a folder for "
+            "transformers"
         )
     if data is None and str(spec.get("data")).endswith(".npy"):
-        raise UsageError("this model was trained on a token file: only its tokenizer could read what it writes")
+        raise UsageError(
+            "this model was trained on a token file, and only the tokenizer of that file could read its output"
+        )
     folder = data or Path(str(spec.get("data")))
     if not folder.is_dir():
         raise UsageError(
-            f"this model was trained on token shards, whose tokenizer is not at {folder}: give their folder with "
+            f"this model was trained on token shards, but their tokenizer is not in {folder}: pass their folder with "
             f"--data, or one with their index.json and {TOKENIZER_FILE}"
         )
     return _Pairs(folder, spec.get("data_fingerprint"))

@@ -69,9 +69,14 @@ def rank_device(ranks: Ranks, asked: str) -> torch.device:
     if ranks.count == 1:
         return choose_device(asked)
     if len(each) == 1 and asked not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device={asked!r} is one device, and {ranks.here} ranks of this learner are here: name all")
+        raise UsageError(
+            f"device={asked!r} is one device, but this learner has {ranks.here} ranks on this machine: "
+            "give one for each rank"
+        )
     if len(each) not in (1, ranks.here):
-        raise UsageError(f"device={asked!r} has {len(each)} devices for {ranks.here} ranks on this machine")
+        raise UsageError(
+            f"device={asked!r} has {len(each)} devices, but this learner has {ranks.here} ranks on this machine"
+        )
     device = choose_device(each[ranks.local] if len(each) > 1 else asked)
     if device.type == "cuda":
         device = choose_device(str(device) if device.index is not None else f"cuda:{ranks.local}")

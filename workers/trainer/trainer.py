@@ -111,7 +111,7 @@ def train_together(
     except SpecMismatch as error:
         if spec is not None and read() == spec:
             raise
-        detail = f"another learner has begun the run, or it goes on from a checkpoint: {error}"
+        detail = f"another learner has started the run, or it continues from a checkpoint: {error}"
         log.warning("rank_ended", rank=ranks.number, detail=detail)
     except RankGone as error:
         log.error("rank_ended", rank=ranks.number, detail=str(error))
@@ -132,7 +132,10 @@ def wait_for_weights(begun: Callable[[], bool], learner: str | None) -> None:
         learner: this learner's id.
     """
     if not wait_for_spec(begun, learner):
-        detail = "this run begins from weights that are not here: waiting for a learner with them (--model hf:FOLDER)"
+        detail = (
+            "this run starts from weights that this learner does not have: waiting for a learner that has them "
+            "(--model hf:FOLDER)"
+        )
         log.warning("joining_delayed", detail=detail)
         while not wait_for_spec(begun, learner):
             time.sleep(TIMES.slow_poll_s)

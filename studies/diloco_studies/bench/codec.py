@@ -221,12 +221,14 @@ COLUMNS = {
 
 def main(
     params: Annotated[str, typer.Option(metavar="N,N,...", help="Elements of the fragment")] = "12.5e6,100e6",
-    link: Annotated[float, typer.Option(min=0.0, help="Also behind a link of so many Gbit/s; 0: not")] = 1.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each figure")] = 5,
+    link: Annotated[
+        float, typer.Option(min=0.0, help="Also measure behind a link of this many Gbit/s; 0: do not")
+    ] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements per figure")] = 5,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Also encode there, with torch: cpu or cuda")] = None,
+    device: Annotated[str | None, typer.Option(help="Also encode on this device with torch: cpu or cuda")] = None,
 ) -> None:
     """Codecs of deltas: GB/s, bytes and error in memory; seconds through Redis, on loopback and behind a slow link.
 
@@ -234,7 +236,7 @@ def main(
     """
     console = Console()
     if device not in (None, "cpu", "cuda"):
-        raise UsageError(f"--device {device}: cpu or cuda")
+        raise UsageError(f"--device {device}: use cpu or cuda")
     encoder = None if device is None else OnDevice(choose_device(device))
     machine = describe("embedded") | {"device": device}
     report: dict[str, Any] = {"benchmark": "codec", "link_gbit": link, "machine": machine, "sizes": []}

@@ -32,7 +32,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Benchmarks on this machine: medians of several rounds, least and most, beside what the machine could do.",
+    help="Benchmarks on this machine: median, minimum and maximum of several rounds, next to what the machine could "
+    "do.",
 )
 
 
@@ -53,29 +54,29 @@ Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model,
 Fragments = Annotated[int, typer.Option(min=1, max=MAX_FRAGMENTS, help="Number of fragments P")]
 Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
 USUAL = defaults(SyncSettings)
-Wire = Annotated[str, typer.Option(help=f"Deltas on the wire: {', '.join(get_args(Codec))}")]
-Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32 or bf16")]
-Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
-Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
+Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8 or int4")]
+Globals = Annotated[str, typer.Option(help="Globals that learners pull: fp32 or bf16")]
+Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: no momentum is kept")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of measurements per figure")]
 Aofs = Annotated[
     Literal["off", "on", "both"],
     typer.Option(
-        "--aof", help="The embedded Redis keeps an append-only file (synced every second); both: one after another"
+        "--aof",
+        help="Whether the embedded Redis keeps an append-only file (synced every second); both: measure "
+        "with and without",
     ),
 ]
 Url = Annotated[
-    str | None, typer.Option("--redis-url", metavar="URL", help="A Redis of your own instead of an embedded one")
+    str | None, typer.Option("--redis-url", metavar="URL", help="Your own Redis instead of an embedded one")
 ]
-Server = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Another server's program in the place of the embedded one")
-]
+Server = Annotated[Path | None, typer.Option(metavar="FILE", help="Server program to use instead of the embedded one")]
 Chunk = Annotated[int, typer.Option(min=4096, max=16 * 2**20, help="Size of a payload's chunks in bytes")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")]
 
 
 def _wire(name: str, allowed: Sequence[str] = get_args(Codec), option: str = "wire") -> str:
     if name not in allowed:
-        raise UsageError(f"--{option} {name}: one of {', '.join(allowed)}")
+        raise UsageError(f"--{option} {name}: use one of {', '.join(allowed)}")
     return name
 
 
@@ -112,11 +113,11 @@ def end_to_end(
     momentum: Annotated[
         float | None,
         typer.Option(
-            min=0.0, max=0.999, help="Outer momentum; default: as in a run, and none with nesterov", show_default=False
+            min=0.0, max=0.999, help="Outer momentum (default: as in a run, but none with nesterov)", show_default=False
         ),
     ] = None,
     in_turn: Annotated[
-        bool, typer.Option("--in-turn", help="One fragment at a time; default: all fragments at once")
+        bool, typer.Option("--in-turn", help="One fragment at a time (default: all fragments at once)")
     ] = False,
     rounds: Rounds = 5,
     chunk_bytes: Chunk = CHUNK_BYTES,
@@ -125,28 +126,28 @@ def end_to_end(
     ] = 0.0,
     global_codec: Globals = USUAL["global_codec"],
     link: Annotated[
-        float, typer.Option(min=0.0, help="Gbit/s of each party's line to Redis, in each direction; 0: no limit")
+        float, typer.Option(min=0.0, help="Gbit/s of each party's link to Redis in each direction; 0: no limit")
     ] = 0.0,
     dtype: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="Type of the learners' parameters; globals are fp32 in any case")
     ] = "fp32",
     warm_up: Annotated[
         int | None,
-        typer.Option(min=1, help="Rounds before those that count; default: two for each fragment", show_default=False),
+        typer.Option(min=1, help="Warm-up rounds (default: two per fragment)", show_default=False),
     ] = None,
     aof: Aofs = "off",
     redis_url: Url = None,
     server: Server = None,
     json_file: Json = None,
 ) -> None:
-    """From the last publish to the global adopted by all: real Redis, syncer and learners (which do not train).
+    """Time from the last publish until all have adopted the global: real Redis, syncer and learners (without training).
 
-    redis_floor_ratio: the time over the floor of the same round: the same bytes through the same server by a C client,
-    and the merge's memory traffic at the speed of copies on all cores.
+    redis_floor_ratio: the time relative to the floor of the same round: the same bytes through the same server with a
+    C client, and the merge's memory traffic at the speed of copies on all cores.
 
-    What the machine does is shown beside it, and said where it is unusual: cores that others took (others_share,
-    steal_share), the price of fresh memory (fresh_page_us). What stays the code's on a machine that others use:
-    redis_cpu_ratio (CPU of Redis over what the C client costs it), redis_fresh_pages, all_cpu_s.
+    The state of the machine is shown next to it, with a warning if it is unusual: cores that other processes took
+    (others_share, steal_share), the cost of fresh memory (fresh_page_us). Independent of other processes are
+    redis_cpu_ratio (CPU of Redis relative to its CPU with the C client), redis_fresh_pages and all_cpu_s.
 
     Example: diloco bench end-to-end --params 100e6 --fragments 1 --learners 2 --wire fp32 --json FILE
     """
@@ -176,7 +177,7 @@ def end_to_end(
             rest = "compare CPU times, counts and redis_cpu_ratio, not seconds"
             out.console.print(f"[yellow]not the code's, {way}: {'; '.join(said)}: {rest}[/yellow]", highlight=False)
     if link:
-        out.console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
+        out.console.print(f"on these links a round takes at least {case.lines_s:.3g} s", highlight=False)
     more = {"with_aof": {**passes["on"][1], **by_way["append-only file on"]}} if aof == "both" else {}
     out.write("end-to-end", case, note["server"], found, aof=aof, **note, **more)
 
@@ -188,15 +189,15 @@ def merge(
     wire: Wire = "bf16",
     momentum: Momentum = 0.9,
     rounds: Rounds = 7,
-    side: Annotated[int, typer.Option(min=2, help="Rows of the matrices that the default step takes")] = 768,
+    side: Annotated[int, typer.Option(min=2, help="Rows of the matrices of the default step")] = 768,
     columns: Annotated[
-        int | None, typer.Option(min=2, help="Their columns; default: as many", show_default=False)
+        int | None, typer.Option(min=2, help="Columns of these matrices (default: as many as rows)", show_default=False)
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Merge and outer step in memory, on one core, in GB/s of deltas; beside whole-array numpy and plain copies.
+    """Merge and outer step in memory on one core, in GB/s of deltas, next to whole-array numpy and plain copies.
 
-    The first line is with a run's default outer step. Seconds are of the core.
+    The first line has a run's default outer step. Seconds are core time.
     """
     out = _Out(json_file)
     measuring = importlib.import_module("diloco_studies.bench.merging")
@@ -211,29 +212,31 @@ def merge(
 
 @app.command()
 def step(
-    model: Annotated[str, typer.Option(help="A size by name, as of --model of a run")] = "large",
+    model: Annotated[str, typer.Option(help="Named model size, as for --model of a run")] = "large",
     fragments: Fragments = 8,
     interval: Annotated[int, typer.Option("--sync-interval", min=1, help="Inner steps H between two syncs")] = 24,
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens of a sequence")] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a training step")] = 1,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens per sequence")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per training step")] = 1,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="As DILOCO_PRECISION of a learner")] = "fp32",
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Like DILOCO_PRECISION of a learner")] = "fp32",
     checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="As DILOCO_CHECKPOINT_ACTIVATIONS of a learner")
+        bool, typer.Option("--checkpoint-activations", help="Like DILOCO_CHECKPOINT_ACTIVATIONS of a learner")
     ] = False,
     wire: Wire = "bf16",
-    rounds: Annotated[int, typer.Option(min=1, help="Blocks of H steps, with the learner and without it each")] = 3,
-    compiled: Annotated[bool, typer.Option("--compile", help="Also with a torch.compile'd model")] = False,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of blocks of H steps, each with and without the learner")
+    ] = 3,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also measure with a torch.compile'd model")] = False,
     redis_url: Url = None,
     json_file: Json = None,
 ) -> None:
-    """What learner.step() adds to a training step: one learner, nothing else on the cores that train."""
+    """What learner.step() adds to a training step: one learner, with nothing else on the training cores."""
     out = _Out(json_file)
     measuring = importlib.import_module("diloco_studies.bench.stepping")
     if model not in measuring.MODELS:
-        raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
+        raise UsageError(f"--model {model}: use one of {', '.join(measuring.MODELS)}")
     if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device}: cpu or cuda")
+        raise UsageError(f"--device {device}: use cpu or cuda")
     given = measuring.Training(
         *(model, interval, fragments, _wire(wire), tokens, rounds, False),
         *(batch, device, precision, checkpoint_activations),
@@ -242,7 +245,9 @@ def step(
     if compiled:
         by_way["compiled"] = measuring.measure(replace(given, compile=True), out.console, redis_url)
     found, more = by_way["as it is"], {"compiled": by_way["compiled"]} if compiled else {}
-    title = f"learner.step(): model {model}, P = {fragments}, H = {interval}, {batch * tokens} tokens a step, {device}"
+    title = (
+        f"learner.step(): model {model}, P = {fragments}, H = {interval}, {batch * tokens} tokens per step, {device}"
+    )
     out.show(title, by_way)
     out.write("step", given, "embedded" if redis_url is None else "given", found, **more)
 
@@ -251,24 +256,28 @@ def step(
 def cost(
     steps: Annotated[str, typer.Option(metavar="MS,MS,...", help="Lengths of a step in ms")] = "1,10,100",
     model: Annotated[
-        str, typer.Option(help="tiny, small, base, medium or large (100M): what is synchronised")
+        str, typer.Option(help="Size that is synchronised: tiny, small, base, medium or large (100M)")
     ] = "tiny",
     fragments: Fragments = 8,
     interval: Annotated[int, typer.Option("--sync-interval", min=1, help="Inner steps H between two syncs")] = 24,
     wire: Wire = "bf16",
-    rounds: Annotated[int, typer.Option(min=1, help="Blocks of a second, with the learner and without it each")] = 15,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of blocks of a second, each with and without the learner")
+    ] = 15,
     redis_url: Url = None,
     json_file: Json = None,
 ) -> None:
-    """What a learner costs by wall clock, all its threads included: one loop with it, and without."""
+    """What a learner costs in wall-clock time, including all its threads: one loop with and without it."""
     out = _Out(json_file)
     lengths = tuple(map(float, whole(steps, "steps")))
     measuring = importlib.import_module("diloco_studies.bench.cost")
     if model not in measuring.MODELS:
-        raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
+        raise UsageError(f"--model {model}: use one of {', '.join(measuring.MODELS)}")
     given = measuring.Loops(model, interval, fragments, _wire(wire), lengths, rounds)
     found = measuring.measure(given, out.console, redis_url)
-    title = f"A learner beside a loop: model {model}, P = {fragments}, H = {interval}, shares of the loop alone"
+    title = (
+        f"Cost of a learner for a loop: model {model}, P = {fragments}, H = {interval}, shares of the loop without it"
+    )
     figures = {"added_share": "added", "blocked_share": "inside step()", "deltas_per_s": "deltas a second"}
     rows = ((case, *(shown(one[name]) for name in figures)) for case, one in found.items())
     out.console.print(table(title, ("loop", *figures.values()), rows))

@@ -261,7 +261,7 @@ def server(redis_url: str | None, aof: bool, binary: Path | None = None) -> Iter
     if redis_url is not None:
         if aof or binary:
             option = "--aof" if aof else "--server"
-            raise UsageError(f"{option} is for the embedded Redis: your own is as you set it up")
+            raise UsageError(f"{option} is only for the embedded Redis: leave it out and set up your own Redis")
         yield redis_url
         return
     with EmbeddedRedis(appendonly=aof, binary=binary, dies_with_us=True) as redis:
@@ -338,7 +338,7 @@ def measure(
 ) -> tuple[Measured, dict[str, Any]]:
     """All rounds of one case, after those that do not count; what was measured, and with which server and client."""
     if redis_url is not None and case.link_gbit:
-        raise UsageError("--link is for the embedded Redis, on whose socket the lines end")
+        raise UsageError("--link is only for the embedded Redis, on whose socket the links end: leave it out")
     need_memory(case.memory_bytes(), f"{case.params / 1e6:g}M parameters with {counted(case.learners, 'learner')}")
     found, benchmark, memory = Measured(), floor.find_benchmark(), floor.Memory()
     with server(redis_url, aof, binary) as url, Plain(url) as redis, progress(console) as bar:

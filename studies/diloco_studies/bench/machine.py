@@ -64,8 +64,8 @@ def need_memory(needed: float, what: str) -> None:
     free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
     if free is not None and free < needed:
         raise UsageError(
-            f"{what} needs about {needed / GB:.1f} GB of memory, and {free / GB:.1f} GB are free here: "
-            "give a smaller --params, fewer --learners, or close something"
+            f"{what} needs about {needed / GB:.1f} GB of memory, but {free / GB:.1f} GB are free here: use smaller "
+            "--params or fewer --learners, or close other programs"
         )
 
 

@@ -30,7 +30,7 @@ def connected(url: str) -> socket.socket:
         else:
             raise UsageError(f"benchmarks speak redis:// and unix://, not {where.scheme}://")
     except OSError as error:
-        raise UsageError(f"no Redis answers at {where.hostname or where.path}: {error}") from error
+        raise UsageError(f"Redis does not answer at {where.hostname or where.path}: {error}") from error
     if where.password:
         words = ("AUTH", *((where.username,) if where.username else ()), unquote(where.password))
         link.sendall(packed(*words))
@@ -48,7 +48,7 @@ def answered(link: socket.socket, reader: hiredis.Reader, *words: str | int) -> 
     link.sendall(packed(*words))
     while (answer := reader.gets()) is False:
         if not (piece := link.recv(2**16)):
-            raise ConnectionError("the server hung up")
+            raise ConnectionError("the server closed the connection")
         reader.feed(piece)
     return answer
 

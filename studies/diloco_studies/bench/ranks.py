@@ -132,7 +132,7 @@ def kinds(given: str) -> list[tuple[str, int]]:
 def stall(
     model: Annotated[str, typer.Option()] = "base",
     steps: Annotated[int, typer.Option()] = 120,
-    pace_s: Annotated[float, typer.Option(help="A step takes so long; 0: as fast as it goes")] = 2.0,
+    pace_s: Annotated[float, typer.Option(help="Duration of a step; 0: as fast as possible")] = 2.0,
     learners: Annotated[str, typer.Option(help="KIND:RANKS, in turn")] = "plain:1,ddp:2,fsdp:3",
 ) -> None:
     """`learner.step()` beside the step that it ends."""
@@ -291,7 +291,7 @@ def kill(
     times: Annotated[int, typer.Option()] = 3,
     model: Annotated[str, typer.Option()] = "tiny",
     pace_s: Annotated[float, typer.Option()] = 0.25,
-    window_s: Annotated[float, typer.Option(help="In which steps are counted, before and after")] = 20.0,
+    window_s: Annotated[float, typer.Option(help="Time in which steps are counted, before and after")] = 20.0,
 ) -> None:
     """SIGKILL for one rank of three; beside it train a learner of two ranks, and one of one."""
     print("| killed | its learner is down after | pace of the others, after over before |\n|---|---|---|")

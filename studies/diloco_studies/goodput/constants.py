@@ -31,54 +31,57 @@ class Constants(Site):
     # --- interruptions
     mtbi: Span = Field(YEAR_S, gt=0, description="Mean time between interruptions of a chip. Paper: 1 year")
     slice_chips: int = Field(
-        64, ge=1, description="Chips that leave and return together, the unit of resizing. Assumed"
+        64, ge=1, description="Chips that leave and return together: the unit of resizing. Assumed"
     )
     repair: Literal["weibull", "constant", "trace"] = Field(
-        "weibull", description="Distribution of the time until a struck slice is back. Paper: exponentiated Weibull"
+        "weibull",
+        description="Distribution of the time until an interrupted slice is back. Paper: exponentiated Weibull",
     )
     repair_mean: Span = Field(
-        30.0, gt=0, description="Its mean. Assumed: the paper's table tells 20 s from 60 s by no more than its rounding"
+        30.0,
+        gt=0,
+        description="Mean of that time. Assumed: in the paper's table, 20 s and 60 s differ by no more than rounding",
     )
     repair_shape: float = Field(0.8, ge=0.1, description="Weibull shape; below 1 the tail is heavy. Assumed")
     repair_power: float = Field(
         2.0,
         gt=0,
         le=1000,
-        description="Exponent of the Weibull's distribution function; above 1, few very short ones. Assumed",
+        description="Exponent of the Weibull's distribution function; above 1, very short times are rare. Assumed",
     )
-    repair_trace: Path | None = Field(None, description="File of repair times, s, one a line, drawn from at random")
+    repair_trace: Path | None = Field(None, description="File of repair times in seconds, one per line, to sample from")
     rack_mtbi: Span = Field(0.0, description="Mean time between failures of a whole rack; 0: none. Assumed")
-    rack_chips: int = Field(256, ge=1, description="Chips of a rack. Assumed")
+    rack_chips: int = Field(256, ge=1, description="Chips per rack. Assumed")
     region_mtbi: Span = Field(0.0, description="Mean time between outages of a whole region; 0: none. Assumed")
-    region_repair: Span = Field(3600.0, gt=0, description="Length of such an outage. Assumed")
+    region_repair: Span = Field(3600.0, gt=0, description="Length of a region's outage. Assumed")
     regions: int = Field(4, ge=1, description="Regions over which chips, or whole learners, are spread. Assumed")
 
     # --- what a job does about them
     gather: Span = Field(
         9.6,
-        description="From the first interruption or return until the pause that deals with it: the other slices train "
-        "on, and what else happens joins the same pause. Calibrated",
+        description="Time from the first interruption or return until the pause that handles it: the other slices "
+        "continue to train, and further events join the same pause. Calibrated",
     )
     detect: Span = Field(
         0.0, description="Time lost before each pause after an interruption, in which all slices hang. Assumed"
     )
-    down: Span = Field(18.0, description="Pause of an elastic job to go on with fewer slices. Calibrated")
-    up: Span = Field(18.0, description="Pause of an elastic job to take slices back. Calibrated, as long as `down`")
+    down: Span = Field(18.0, description="Pause of an elastic job before it continues with fewer slices. Calibrated")
+    up: Span = Field(18.0, description="Pause of an elastic job before slices return. Calibrated, as long as `down`")
     restart: Span = Field(
-        70.0, description="A job without elasticity: from the last slice's return until it trains again. Calibrated"
+        70.0, description="Inelastic job: time from the last slice's return until it trains again. Calibrated"
     )
     checkpoint_every: Span = Field(
         0.0,
-        description="A job without elasticity: training time between checkpoints; what came after the last one is "
-        "done again. 0: every step, to host memory. Paper: learners copy the model to host RAM after each step",
+        description="Inelastic job: training time between checkpoints; training after the last one is repeated. 0: "
+        "every step, to host memory. Paper: learners copy the model to host RAM after each step",
     )
     checkpoint_write: Span = Field(0.0, description="Time that each checkpoint stops the training. Assumed")
 
     # --- chips and steps
     step_jitter: float = Field(
-        0.0, ge=0, le=10, description="Each inner step of a learner is up to this share longer, at random. Assumed"
+        0.0, ge=0, le=10, description="Maximum random lengthening of a learner's inner steps, as share. Assumed"
     )
-    older_learners: float = Field(0.0, ge=0, le=1, description="Share of the learners on an older generation. Assumed")
+    older_learners: float = Field(0.0, ge=0, le=1, description="Share of the learners on older hardware. Assumed")
     older_slowdown: float = Field(0.0, ge=0, le=10, description="How much longer their steps are, as share. Assumed")
 
     # --- the protocol
@@ -87,24 +90,29 @@ class Constants(Site):
     quorum: int = Field(PAPER["quorum"], ge=1, le=1024, description="K of decoupled learners. Paper: 1, with grace")
     overlap_steps: int = Field(PAPER["overlap_steps"], ge=0, description="tau. Paper: 2")
     grace_gamma: float = Field(
-        USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack spent on the grace; 0: none. The syncer's own"
+        USUAL["grace_gamma"],
+        ge=0,
+        lt=1,
+        description="Share of the slack spent on the grace; 0: none. The syncer's default",
     )
     outer: OuterName = Field(
         PAPER["outer"],
-        description="Outer optimizer; all but nesterov multiply matrices on the syncers. Paper: nesterov",
+        description="Outer optimizer; all except nesterov multiply matrices on the syncers. Paper: nesterov",
     )
     diloco_interval: int = Field(500, ge=1, description="H of synchronous DiLoCo. arXiv:2311.08105: 500")
     liveness: Span = Field(
-        USUAL["liveness_s"], gt=0, description="A learner silent for this long is not waited for. The syncer's own"
+        USUAL["liveness_s"],
+        gt=0,
+        description="Merges do not wait for a learner that is silent for this long. The syncer's default",
     )
 
     # --- the network between learners and syncers
-    wire_bits: float = Field(16, ge=1, le=32, description="Bits of an element of a delta. Paper: bf16")
+    wire_bits: float = Field(16, ge=1, le=32, description="Bits per element of a delta. Paper: bf16")
     global_bits: float = Field(
         8 * GLOBALS[USUAL["global_codec"]].pulled,
         ge=1,
         le=32,
-        description="Bits of an element of a global, as learners pull it. A run's own",
+        description="Bits per element of a global that learners pull. A run's default",
     )
     link_trace: Path | None = Field(
         None, description="File of lines `second bits_per_second latency_s`, each valid until the next; 0 bit/s: outage"
@@ -115,5 +123,5 @@ class Planned(Constants):
     """The world that a plan is made for: what the product does if nobody says otherwise, not what the paper does."""
 
     outer: OuterName = Field(
-        USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"
+        USUAL["outer"], description="Outer optimizer; all except nesterov multiply matrices on the syncers"
     )

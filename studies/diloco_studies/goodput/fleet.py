@@ -54,7 +54,7 @@ def jobs(
         UsageError: a learner would have no chip.
     """
     if chips < learners:
-        raise UsageError(f"{chips:,} chips are too few for {learners} learners")
+        raise UsageError(f"{chips:,} chips are too few for {learners} learners: use more chips or fewer learners")
     duration_s = days * DAY_S
     outages = draw_regions(constants, duration_s, rng)
     run: Jobs = run_rigid if rigid else run_elastic

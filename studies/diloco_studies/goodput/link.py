@@ -60,8 +60,9 @@ def _read(path: Path) -> Link:
     rows = read_trace(path, 3)
     if len(rows) < 2 or rows[0, 0] != 0 or not (np.diff(rows[:, 0]) > 0).all():
         raise UsageError(
-            f"{path}: a trace has two lines or more of `second bits_per_second latency_s`, from second 0 on, in order"
+            f"{path}: a trace must have at least two lines of `second bits_per_second latency_s`, in order, starting "
+            "at second 0"
         )
     if not (rows[:-1, 1] > 0).any():
-        raise UsageError(f"{path}: a trace has some bandwidth at some time")
+        raise UsageError(f"{path}: a trace must have bandwidth above 0 at some time")
     return Link(*(rows[:, column].tolist() for column in range(3)))

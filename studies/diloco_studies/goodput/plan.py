@@ -59,7 +59,9 @@ def plan(
         UsageError: the constants describe no world that can be simulated, or there are fewer chips than learners.
     """
     if learners is not None and not 1 <= learners <= chips:
-        raise UsageError(f"{chips:,} chips make no {learners} learners: say --learners 1 to {chips:,}, or more --chips")
+        raise UsageError(
+            f"{chips:,} chips are too few for {learners} learners: use --learners 1 to {chips:,}, or more --chips"
+        )
     asked = learners or LEARNERS[-1]
     pace = pace_of(constants, asked, constants.overlap_steps, codec, global_codec, constants.outer)
     changes = {
@@ -87,8 +89,8 @@ def _learners(
     possible = [m for m in among if chips // m >= least]
     if not possible:
         warnings.append(
-            f"{chips:,} chips are too few for the model, which needs {least:,} at {STATE_BYTES} bytes a parameter and "
-            f"{CHIP_BYTES / 1e9:g} GB a chip"
+            f"{chips:,} chips are too few for the model, which needs {least:,} at {STATE_BYTES} bytes per parameter "
+            f"and {CHIP_BYTES / 1e9:g} GB per chip"
         )
         possible = list(among[:1])
     found: list[tuple[int, dict[str, float]]] = [(m, _figures(constants, chips, m)) for m in possible]
@@ -100,7 +102,7 @@ def _learners(
     shown = ", ".join(f"M={m} {100 * f['goodput']:.1f} %" for m, f in found)
     holds = f"a learner needs {counted(least, 'chip')} to hold the model"
     if len(among) == 1:
-        return learners, figures, f"as asked for ({shown}); {holds}"
+        return learners, figures, f"as requested ({shown}); {holds}"
     return (
         learners,
         figures,

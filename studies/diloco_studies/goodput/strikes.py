@@ -50,8 +50,8 @@ def times_of(rate_per_s: float, duration_s: float, rng: np.random.Generator) -> 
     """
     if rate_per_s * duration_s > MAX_TIMES:
         raise UsageError(
-            f"{rate_per_s * duration_s:.2g} interruptions in {duration_s / DAY_S:g} days are more than a seed can have "
-            f"({MAX_TIMES:,}): take fewer days or chips, or a longer mean time between them"
+            f"{rate_per_s * duration_s:.2g} interruptions in {duration_s / DAY_S:g} days are more than a seed can "
+            f"have ({MAX_TIMES:,}): use fewer days or chips, or a longer mean time between interruptions"
         )
     times: Floats = rng.uniform(0.0, duration_s, rng.poisson(rate_per_s * duration_s))
     times.sort()
@@ -100,7 +100,7 @@ def _unit_mean(shape: float, power: float) -> float:
 
 def _trace(path: Path | None) -> Floats:
     if path is None:
-        raise UsageError("--repair trace needs --repair-trace FILE, repair times in seconds, one a line")
+        raise UsageError("--repair trace needs --repair-trace FILE, with one repair time in seconds per line")
     return read_trace(path, 1)[:, 0]
 
 

@@ -50,7 +50,7 @@ def mixed(constants: Constants, learners: int, days: float, seed: int) -> dict[s
         trained = [1.0 - waited_s / (days * DAY_S) for _, waited_s in follower.waits()]
         summary = follower.tally.summary(world.fragments)
         if not summary:
-            raise UsageError(f"{days:g} days are too short for two merges after the first {SETTLED}: take more")
+            raise UsageError(f"{days:g} days are too short for two merges after the first {SETTLED}: use more")
         means = (summary[key] for key in ("mean_participants", "overwritten", "mean_grace_s"))
         found[name] = Mixed(min(trained), float(np.mean(trained)), *means)
     return found

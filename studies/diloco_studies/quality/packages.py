@@ -75,7 +75,7 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
             corpus.packages, corpus.files = corpus.packages + 1, corpus.files + len(kept)
             corpus.bytes += len(text)
     if not corpus.packages:
-        raise UsageError("no package here has any Python source text")
+        raise UsageError("none of the installed packages has Python source text")
     corpus.fingerprint = digest.hexdigest()[:16]
     write_texts(folder, texts)
     return corpus
@@ -88,7 +88,7 @@ def check_empty(folder: Path) -> None:
         UsageError: something is there.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UsageError(f"{folder} is not an empty folder: choose another one, or delete it")
+        raise UsageError(f"{folder} is not an empty folder: choose a different one, or delete it")
 
 
 def write_texts(folder: Path, texts: Mapping[str, bytes]) -> None:

@@ -41,25 +41,25 @@ class LabRun(BaseModel):
 
     # --- what is trained -----------------------------------------------------------------------------
     task: Literal["text", "digits", "captions"] = Field("text", description="What is learnt")
-    model: str = Field(USUAL["model"], description=f"Size: {', '.join(SIZES)}; of digits {', '.join(VIT_SIZES)}")
-    experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
-    experts_a_token: int = Field(2, ge=1, le=1024, description="Experts that a token goes through")
+    model: str = Field(USUAL["model"], description=f"Model size: {', '.join(SIZES)}; for digits {', '.join(VIT_SIZES)}")
+    experts: int | None = Field(None, ge=1, le=1024, description="Experts per layer, if the model has any")
+    experts_a_token: int = Field(2, ge=1, le=1024, description="Experts per token")
     balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
     data: str = Field(USUAL["data"], description="Text file or folder, token shards, or 'stdlib'")
     seq_len: int = Field(USUAL["seq_len"], ge=8, le=65536, description="Tokens in a sequence")
-    eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
-    evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
+    eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice in tokens or examples")
+    evaluations: int = Field(20, ge=1, le=10_000, description="Number of points of the curve")
     seed: int = Field(
-        USUAL["seed"], ge=0, le=2**63 - 1, description="Of the parameters, the data's order and the world"
+        USUAL["seed"], ge=0, le=2**63 - 1, description="Seed of the parameters, the data order and the world"
     )
     # --- by whom, and for how long -------------------------------------------------------------------
-    method: Method = Field("decoupled", description="How learners come together")
+    method: Method = Field("decoupled", description="Training method")
     learners: int = Field(4, ge=1, le=256, description="M")
     steps: int = Field(400, ge=1, le=10**9, description="Inner steps of each learner: the budget is M x steps x batch")
     batch: int = Field(USUAL["batch"], ge=1, le=2**20, description="Examples in an inner step of one learner")
     # --- inner optimizer -----------------------------------------------------------------------------
     optimizer: Literal["muon"] | None = Field(
-        None, description="Inner optimizer of hidden matrices, at AdamW's rate; off: AdamW, as all else has"
+        None, description="Inner optimizer of hidden matrices, at AdamW's rate; off: AdamW, as for everything else"
     )
     lr: float = Field(USUAL["lr"], gt=0, description="Peak inner learning rate")
     min_lr_ratio: float = Field(
@@ -68,8 +68,8 @@ class LabRun(BaseModel):
     warmup: float = Field(USUAL["warmup"], ge=0, lt=1, description="Warm-up, as share of the run's progress")
     weight_decay: float = Field(USUAL["weight_decay"], ge=0, description="AdamW weight decay on matrices")
     clip: float = Field(USUAL["clip"], gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
-    beta2: float | None = Field(None, gt=0, lt=1, description="Adam's second decay; off: 0.95, as a learner's")
-    eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as a learner's")
+    beta2: float | None = Field(None, gt=0, lt=1, description="Adam's beta2; off: 0.95, as in a learner")
+    eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as in a learner")
     # --- synchronisation -----------------------------------------------------------------------------
     fragments: int = Field(USUAL["fragments"], ge=1, le=MAX_FRAGMENTS, description="P")
     sync_interval: int = Field(USUAL["sync_interval"], ge=1, description="H, once it has grown from first_interval")
@@ -79,44 +79,46 @@ class LabRun(BaseModel):
         USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack used as grace; 0: no grace"
     )
     codec: Codec = Field(USUAL["codec"], description="Deltas on the wire; quantized ones with error feedback")
-    global_codec: GlobalCodec | None = Field(None, description="Globals as learners pull them; off: bf16")
+    global_codec: GlobalCodec | None = Field(None, description="Globals that learners pull; off: bf16")
     merge: MergeName = Field(
         USUAL["merge"],
-        description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; mean: of all",
+        description="rda: RDA of tensors, with the mean on embeddings; rda-row: RDA of rows; mean: the mean everywhere",
     )
     weights: WeightsName | None = Field(None, description="Merge weights; off: by tokens")
     outer_lr: float = Field(USUAL["outer_lr"], gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(USUAL["outer_momentum"], ge=0, lt=1, description="Outer Nesterov momentum")
     outer_warmup: int = Field(
-        USUAL["outer_warmup"], ge=0, description="First outer steps of each fragment that average only"
+        USUAL["outer_warmup"], ge=0, description="Outer steps at the start of each fragment that only average"
     )
     outer: OuterName = Field(USUAL["outer"], description="Outer optimizer")
     first_interval: int = Field(
-        USUAL["first_interval"], ge=0, description="H at the start, doubled again and again; 0: H from the start"
+        USUAL["first_interval"], ge=0, description="Initial interval, doubled until it reaches H; 0: H from the start"
     )
-    doubling: int = Field(USUAL["doubling"], ge=1, description="Outer steps after which it doubles")
-    stretch: bool | None = Field(None, description="H is made longer where round trips take long; off: true")
+    doubling: int = Field(USUAL["doubling"], ge=1, description="Outer steps after which that interval doubles")
+    stretch: bool | None = Field(None, description="Lengthen H if round trips take long; off: true")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
-        description="What becomes of a learner's fragment when a newer global arrives. overwrite: the global; blend: "
-        "mixed with it (Streaming DiLoCo); carry: the global and the steps made since the snapshot",
+        description="How a learner's fragment adopts a newer global. overwrite: take the global; blend: mix with it "
+        "(Streaming DiLoCo); carry: take the global and add the steps since the snapshot",
     )
     mixing: float = Field(0.5, ge=0, lt=1, description="Share of the local fragment that blend keeps")
     # --- the world -----------------------------------------------------------------------------------
     step_s: float = Field(1.0, gt=0, le=1e6, description="Virtual time of an inner step")
-    slowdown: float = Field(0.0, ge=0, le=100, description="Every second learner's steps take longer by this share")
-    jitter: float = Field(0.0, ge=0, le=100, description="Each step takes longer by up to this share, at random")
+    slowdown: float = Field(0.0, ge=0, le=100, description="Share by which every second learner's steps take longer")
+    jitter: float = Field(0.0, ge=0, le=100, description="Maximum random lengthening of each step, as share")
     latency_s: float = Field(0.01, ge=0, description="Time of a call to the bus")
     fail_every_s: float | None = Field(None, gt=0, description="Mean time between failures of one learner")
     fail_down_s: float = Field(60.0, gt=0, description="Time until a failed learner is back")
-    resize_s: float = Field(10.0, ge=0, description="Pause of data-parallel when its size changes; one for all in it")
+    resize_s: float = Field(
+        10.0, ge=0, description="Pause of data-parallel when its size changes; changes during the pause share it"
+    )
     late_join_s: float | None = Field(None, gt=0, description="When the last learner joins")
     scavengers: int | None = Field(
-        None, ge=1, le=256, description="Learners besides the M, there for a part of the run: the budget stays"
+        None, ge=1, le=256, description="Additional learners for part of the run; the budget does not change"
     )
-    scavenge_from_s: float = Field(0.0, ge=0, description="When they come")
-    scavenge_s: float | None = Field(None, gt=0, description="How long they stay, then killed; off: to the end")
+    scavenge_from_s: float = Field(0.0, ge=0, description="When the additional learners join")
+    scavenge_s: float | None = Field(None, gt=0, description="Time after which they are killed; off: at the end")
 
     @field_validator("model")
     @classmethod
@@ -124,7 +126,7 @@ class LabRun(BaseModel):
         task = info.data.get("task")
         known = VIT_SIZES if task == "digits" else tuple(SIZES)
         if model not in known:
-            raise ValueError(f"task={task!r} has no such size{meant(model, known)}")
+            raise ValueError(f"task={task!r} does not have this size{meant(model, known)}")
         return model
 
     @field_validator("stretch")
@@ -137,11 +139,13 @@ class LabRun(BaseModel):
         if self.quorum == "all":
             object.__setattr__(self, "quorum", self.learners)
         elif self.quorum > self.learners:
-            raise ValueError(f"quorum={self.quorum} of {self.learners} learners: there would never be a merge")
+            raise ValueError(
+                f"quorum={self.quorum} of {self.learners} learners: there would never be a merge; use a smaller quorum"
+            )
         if self.experts is not None and self.task != "text":
             raise ValueError("experts are for task='text'")
         if self.experts is not None and self.experts_a_token > self.experts:
-            raise ValueError(f"experts_a_token={self.experts_a_token} of experts={self.experts}: a token has no more")
+            raise ValueError(f"experts_a_token={self.experts_a_token} is more than experts={self.experts}")
         dense = self.task == "text" and self.experts is None
         if self.decoupled and dense and self.fragments > (tensors := SIZES[self.model].tensors):
             raise ValueError(f"fragments={self.fragments} of the {tensors} tensors of model={self.model!r}")

@@ -106,11 +106,11 @@ def _in_one_pool(
                 _kill()
                 if asked.is_set():  # the signal to end went to all, and to one that did not ignore it yet
                     return
-                why = "a process was killed, perhaps for want of memory: the same command does it, with fewer --jobs"
+                why = "a process was killed, perhaps because memory ran out: repeat the command with fewer --jobs"
                 lost = sorted(begun.intersection(doing.values()))
                 if not lost:
                     raise LabProcessDied(why)
-                yield from ((number, LabProcessDied(f"under way as {why}")) for number in lost)
+                yield from ((number, LabProcessDied(f"in progress when {why}")) for number in lost)
                 return
             if asked.is_set():
                 stop.set()

@@ -84,11 +84,11 @@ def prepared(settings: ChaosProcess, for_: str) -> tuple[ChaosProcess, float]:
     try:
         for_s = float(for_s)
     except ValueError:
-        raise UsageError(f"--for {for_!r}: give a length of time, for instance 60s or 5m") from None
+        raise UsageError(f"--for {for_!r}: use a duration, for instance 60s or 5m") from None
     if not 1 <= for_s < float("inf"):
-        raise UsageError(f"--for {for_!r}: at least 1s")
+        raise UsageError(f"--for {for_!r}: use at least 1s")
     if sys.platform != "linux":
-        raise UsageError("`diloco chaos` needs Linux: it starts processes by forking, and looks for them in /proc")
+        raise UsageError("`diloco chaos` needs Linux: it forks processes and finds them in /proc")
     update: dict[str, Any] = {"tokens": settings.tokens or round(for_s * MAX_TOKENS_PER_S), "log_losses": True}
     settings = with_preset(settings)
     if settings.redis != "one" and "kill" not in settings.model_fields_set:
@@ -132,9 +132,9 @@ def add_undisturbed(outcome: Outcome, settings: ChaosProcess, folder: Folder, fo
     """Make the same run without strikes until as much is merged, and put what it came to into the report."""
     report = outcome.report
     if report["stopped"] or not report["ledger"]["merged"]:
-        report["warnings"].append("the run was stopped, or merged nothing: no undisturbed one was made")
+        report["warnings"].append("the run was stopped, or merged nothing, so it was not repeated undisturbed")
         return
-    typer.echo("\nThe same run undisturbed, until it has merged as many tokens")
+    typer.echo("\nThe same run undisturbed, until it has merged the same number of tokens")
     beside = Folder(folder.path / UNDISTURBED)
     found = strike(calm(settings, report), beside, LONGER * for_s, [], report["ledger"]["merged"]).report
     names = ("global_val_loss", "useful", "goodput", "ledger", "wall_s", "stopped", "verdict")
@@ -144,7 +144,7 @@ def add_undisturbed(outcome: Outcome, settings: ChaosProcess, folder: Folder, fo
     merged = found["ledger"]["merged"]
     if merged < 0.98 * report["ledger"]["merged"]:
         report["warnings"].append(
-            f"the undisturbed run merged {merged} tokens, fewer than the struck one: their losses do not compare"
+            f"the undisturbed run merged {merged} tokens, fewer than the struck one, so their losses cannot be compared"
         )
 
 
@@ -192,14 +192,14 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     rules = plan_of(settings)
     if settings.quorum > settings.learners:
         raise UsageError(
-            f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}; give more "
+            f"quorum={settings.quorum}: with learners={settings.learners} there would never be a merge; use more "
             "--learners or a smaller --quorum"
         )
     check(settings)
     if any(place.ranks > 1 for place in places_of(settings)) and any(one.manner is Manner.PAUSE for one in rules):
         raise UsageError(
-            f"--pause with --devices {settings.devices}: a learner of several ranks is paused by none of its processes "
-            "alone; strike it by --kill, --cut or --hang"
+            f"--pause with --devices {settings.devices}: pausing one process does not pause a learner with several "
+            "ranks; use --kill, --cut or --hang"
         )
     folder = choose(settings)
     survive_closed_pipes(folder.launcher_log)
@@ -214,15 +214,15 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     return 1 if report["violations"] else 0
 
 
-ChaosFor = Annotated[str, typer.Option("--for", metavar="DURATION", help="How long the run is struck")]
+ChaosFor = Annotated[str, typer.Option("--for", metavar="DURATION", help="Duration of the strikes")]
 ChaosJson = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to this file")]
 Undisturbed = Annotated[
     bool,
     typer.Option(
         "--undisturbed",
-        help="Afterwards make the same run without strikes, until it has merged as many tokens, and put final losses "
-        "and tokens/s of both into the report. Give --tokens that the run reaches within --for, so that the learning "
-        "rate ends its schedule",
+        help="Afterwards repeat the run without strikes until it has merged the same number of tokens, and report "
+        "the final losses and tokens/s of both. Choose --tokens that the run reaches within --for, so that the "
+        "learning-rate schedule ends",
     ),
 ]
 
@@ -237,7 +237,7 @@ def command(
     """Strike a real run on this machine, then audit it. Linux only.
 
     Learners, syncers and Redis are killed, paused and cut off while they work.
-    What they leave is audited: versions rise by one, nothing is merged twice,
+    The outcome is audited: versions rise by one, nothing is merged twice,
     every token and data shard is accounted for, nothing grows without bound.
     Ends with a verdict, a report and a picture in the output folder, and with
     exit status 1 if a promise was broken. Ctrl-C ends the strikes, not the audit.

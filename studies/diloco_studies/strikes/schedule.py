@@ -141,7 +141,7 @@ def parse(manner: Manner, text: str, redis: Redis = Redis.ONE) -> list[Rule]:
         elif slash:
             length_s = _duration(flag, part, length)
         if every_s < MIN_EVERY_S:
-            raise UsageError(f"{flag} {part.strip()!r}: every {every} is too often; at least {MIN_EVERY_S:g}s")
+            raise UsageError(f"{flag} {part.strip()!r}: every {every} is too often; use at least {MIN_EVERY_S:g}s")
         if any(rule.party == party for rule in rules):
             raise UsageError(f"{flag} names {party} twice: give each party once")
         rules.append(Rule(manner, Party(party), every_s, length_s))
@@ -155,7 +155,7 @@ def _duration(flag: str, part: str, text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise UsageError(f"{flag} {part.strip()!r}: {text!r} is no length of time; for instance 500ms, 3s or 2m")
+        raise UsageError(f"{flag} {part.strip()!r}: {text!r} is not a duration; use for instance 500ms, 3s or 2m")
     return seconds
 
 

@@ -16,37 +16,42 @@ class ChaosSettings(Settings):
     redis: Literal["one", "sentinel", "cluster"] = Field(
         "one",
         description="one: a server alone. sentinel: a primary with two replicas and three sentinels. cluster: three "
-        "primaries with a replica each. Those are struck as redis-primary, and the sentinels as sentinel",
+        "primaries with a replica each. Primaries are struck as redis-primary, sentinels as sentinel",
     )
     kill: str = Field(
         "learner:3s,syncer:7s,redis:20s",
         description="SIGKILL, and a restart after LENGTH (1s; redis-primary 6s; never: it stays dead). PARTY is "
-        "learner, syncer or redis, EVERY the mean time between two strikes; 'none' for a run without",
+        "learner, syncer or redis, EVERY is the mean time between strikes; 'none': a run without kills",
     )
-    pause: str = Field("none", description="SIGSTOP, and SIGCONT after LENGTH (3s); written as --kill")
-    cut: str = Field("none", description="Reset the connections to Redis, none for LENGTH (2s); redis: everybody's")
-    hang: str = Field("none", description="Hold all bytes to and from Redis for LENGTH (2s); redis: everybody's")
+    pause: str = Field("none", description="SIGSTOP, and SIGCONT after LENGTH (3s); same format as --kill")
+    cut: str = Field(
+        "none",
+        description="Reset the connections to Redis, and allow none for LENGTH (2s); redis: those of all parties",
+    )
+    hang: str = Field(
+        "none", description="Hold all bytes to and from Redis for LENGTH (2s); redis: those of all parties"
+    )
     partition: str = Field(
         "none",
         description="Cut redis-primary off for LENGTH (8s) with a sentinel, a syncer and some learners: they reach "
-        "each other and nobody else. Needs the right to make networks (root)",
+        "only each other. Needs the right to create networks (root)",
     )
     lose_tail: bool = Field(
-        False, description="A killed Redis comes back without its last second, as with appendfsync everysec"
+        False, description="A killed Redis restarts without its last second, as with appendfsync everysec"
     )
 
 
 class ChaosProcess(RunProcess, ChaosSettings):
     """`diloco chaos`: a run of its own, and what is done to it."""
 
-    method: Literal["decoupled", "paper"] = Field("decoupled", description="As of `diloco run`")
+    method: Literal["decoupled", "paper"] = Field("decoupled", description="As for `diloco run`")
     syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
     tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it
         None, ge=1, le=10**18, description="Budget: ends the run before --for is over (default: more than it can train)"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "debug", description="Least severe log line; the audit of the data shards needs debug"
+        "debug", description="Minimum severity of log lines; the audit of the data shards needs debug"
     )
 
 

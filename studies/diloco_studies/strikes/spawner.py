@@ -94,7 +94,9 @@ class Spawner:
 
     def __enter__(self) -> "Spawner":
         if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-            raise DilocoError("this needs Linux: what the spawner forks must become a child of this process")
+            raise DilocoError(
+                "this needs Linux, where processes that the spawner forks become children of this process"
+            )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(START_S)
         with self._log.open("ab") as output, theirs:

@@ -19,7 +19,7 @@ def one_error(logs: Path) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError as error:
-        raise DilocoError(f"a second signal ended everything at once; logs in {logs}") from error
+        raise DilocoError(f"a second signal stopped everything at once; logs in {logs}") from error
     except BaseExceptionGroup as errors:
         raise _first(errors) from errors
 

@@ -19,7 +19,7 @@ class Blocks:
         self._seed = seed
         self.count = (len(text) - 1) // seq_len
         if self.count < 1:
-            raise UsageError(f"seq_len={seq_len}: the text has {len(text)} tokens, not enough for one block")
+            raise UsageError(f"seq_len={seq_len}: the text has {len(text)} tokens, which is not enough for one block")
 
     def block(self, epoch: int, index: int) -> Tokens:
         """Return block `index` (0..count-1) of an epoch's permutation, (seq_len + 1,)."""

@@ -103,7 +103,7 @@ def load(path: Path, extra: str = "data") -> Any:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower type
-        raise UsageError(f"{file} is no tokenizer: {error}") from error
+        raise UsageError(f"{file} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -119,10 +119,10 @@ def separator_of(tokenizer: Any, told: str | None) -> int:
         if (token := tokenizer.token_to_id(name)) is not None:
             return int(token)
     if told is not None:
-        raise UsageError(f"the tokenizer has no token {told!r} to stand between documents")
+        raise UsageError(f"the tokenizer does not have the token {told!r} to separate documents")
     raise UsageError(
-        f"the tokenizer has none of {', '.join(_KNOWN_SEPARATORS)}: say with --separator which of its tokens is to "
-        "stand between documents"
+        f"the tokenizer has none of {', '.join(_KNOWN_SEPARATORS)}: use --separator to choose which of its tokens "
+        "separates documents"
     )
 
 

@@ -32,9 +32,9 @@ def open_tokens(path: Path) -> TextData:
         raise UsageError(f"data={str(path)!r} is not a token file: {error}") from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype not in (np.uint8, np.uint16, np.uint32):
         kind = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else "no array"
-        raise UsageError(f"data={str(path)!r} is {kind}: give one flat array of uint8, uint16 or uint32")
+        raise UsageError(f"data={str(path)!r} is {kind}; give one flat array of uint8, uint16 or uint32")
     if len(tokens) < MIN_BYTES:
-        raise UsageError(f"data={str(path)!r}: {len(tokens)} tokens are too few; at least {MIN_BYTES} are needed")
+        raise UsageError(f"data={str(path)!r}: {len(tokens)} tokens are too few; give at least {MIN_BYTES}")
     largest = max(int(tokens[start : start + _PIECE].max()) for start in range(0, len(tokens), _PIECE))
     return replace(split(tokens, files=1, skipped=0), entries=largest + 1, made_by=())
 

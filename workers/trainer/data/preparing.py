@@ -51,24 +51,27 @@ def new_folder(out: Path, overwrite: bool, say: Callable[[str], None]) -> Iterat
     out = out.absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         if strange := foreign_file(out):
-            raise UsageError(f"{out} holds something other than token shards ({strange}): choose another --out")
+            raise UsageError(f"{out} holds something other than token shards ({strange}): choose a different --out")
         if not overwrite:
-            raise UsageError(f"{out} holds token shards: choose another --out, or give --overwrite to replace them")
+            raise UsageError(f"{out} holds token shards: choose a different --out, or pass --overwrite to replace them")
     unfinished = out.with_name(f".{out.name}.unfinished")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         lock = os.open(unfinished, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
     except OSError as error:
-        raise UsageError(f"cannot make {unfinished}: {error.strerror}") from error
+        raise UsageError(f"cannot create {unfinished}: {error.strerror}") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(f"another `diloco data prepare` is at work on {out}") from error
+            raise UsageError(f"another `diloco data prepare` is already working on {out}") from error
         if strange := foreign_file(unfinished, finished=False):
-            raise UsageError(f"{unfinished} is in the way, and holds something that no preparation wrote ({strange})")
+            raise UsageError(
+                f"{unfinished} is in the way, and holds something that `diloco data prepare` did not "
+                f"write ({strange}): move it away"
+            )
         if any(unfinished.iterdir()):
-            say(f"{out}: an earlier preparation did not end; this one begins anew")
+            say(f"{out}: an earlier preparation did not finish; starting from scratch")
             for left in unfinished.iterdir():
                 left.unlink()
         try:
@@ -135,7 +138,7 @@ def write_shards(
     train.close()
     held_out.close()
     if tokens < MIN_BYTES:
-        raise UsageError(f"{tokens} tokens in {count} documents are too few; at least {MIN_BYTES} are needed")
+        raise UsageError(f"{tokens} tokens in {count} documents are too few; give at least {MIN_BYTES}")
     trained = sum(shard.tokens for shard in train.shards)
     if not balanced(tokens - trained, tokens):
         trained = tokens - round(tokens * HELD_OUT)

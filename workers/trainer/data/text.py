@@ -43,7 +43,7 @@ def open_text(data: str) -> TextData:
         return other.open_tokens(path)
     if path.is_file():
         if path.stat().st_size < MIN_BYTES:
-            raise UsageError(f"data={data!r}: {path.stat().st_size} bytes are too few; at least {MIN_BYTES} are needed")
+            raise UsageError(f"data={data!r}: {path.stat().st_size} bytes are too few; give at least {MIN_BYTES}")
         text = np.memmap(path, np.uint8, mode="r")
         if BOUNDARY in text[:PROBE_BYTES]:
             raise UsageError(f"data={data!r} is a binary file; give a text file, a folder of them, or 'stdlib'")
@@ -57,7 +57,7 @@ def open_text(data: str) -> TextData:
         except UsageError as error:
             if any(file.suffix in TABLES for file in files):
                 prepare = f"diloco data prepare {data} --out FOLDER"
-                raise UsageError(f"{error}. Its tables become token shards by `{prepare}`") from error
+                raise UsageError(f"{error}. To turn its tables into token shards, run `{prepare}`") from error
             raise
     raise UsageError(f"data={data!r}: no such file or folder; give a text file, a folder of them, or 'stdlib'")
 

@@ -102,7 +102,7 @@ def _open(text: str, column: str, streaming: bool) -> Source:
         if not matching:
             raise UsageError(f"{text!r}: no such file or folder, and nothing matches it")
     if not source.parts:
-        raise UsageError(f"{text!r} has no text: {source.skipped} files are empty, binary or not readable")
+        raise UsageError(f"{text!r} has no text: {source.skipped} files are empty, binary or unreadable")
     return source
 
 
@@ -212,8 +212,8 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
     held = [(f.name, f.type.value_type if types.is_dictionary(f.type) else f.type) for f in schema]
     texts = [name for name, type_ in held if any(kind(type_) for kind in kinds)]
     if column not in texts:
-        has = f"its columns of text are {', '.join(texts)}" if texts else "it has no column of text"
-        raise UsageError(f"{path} has no column of text {column!r}; {has}")
+        has = f"its text columns are {', '.join(texts)}" if texts else "it has no text columns"
+        raise UsageError(f"{path} has no text column {column!r}; {has}")
 
 
 def _parquet_rows(path: Path, column: str, group: int) -> Iterator[str]:
@@ -280,7 +280,7 @@ def _hub_rows(data: str, rows: Iterator[Any], column: str) -> Iterator[str]:
         try:
             row = next(rows, None)
         except Exception as error:  # network errors, and many kinds of the library's own
-            raise UsageError(f"data={data!r} cannot be read any further: {error}") from error
+            raise UsageError(f"data={data!r} could not be read to the end: {error}") from error
         if row is None:
             return
         yield from shortened(str(row[column] or ""))

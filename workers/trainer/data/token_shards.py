@@ -107,7 +107,7 @@ def foreign_file(folder: Path, finished: bool = True) -> str:
     ours = [name for name in names if name in (INDEX_FILE, TOKENIZER_FILE) or _NAME.fullmatch(name)]
     if strange := [name for name in names if name not in ours or not (folder / name).is_file()]:
         return strange[0]
-    return "" if not finished or _has_index(folder) else f"no {INDEX_FILE} of theirs"
+    return "" if not finished or _has_index(folder) else f"not an {INDEX_FILE} of token shards"
 
 
 def read_index(folder: Path) -> Index:
@@ -117,7 +117,7 @@ def read_index(folder: Path) -> Index:
         UsageError: the index is missing or damaged.
     """
     path = folder / INDEX_FILE
-    again = "copy the folder again, or make it by `diloco data prepare`"
+    again = "copy the folder again, or create it with `diloco data prepare`"
     try:
         index = Index.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
@@ -148,7 +148,7 @@ class _Files:
             tokens = self._maps[at][start - self._starts[at] : end - self._starts[at]]
             if (largest := int(tokens.max())) >= self._entries:
                 raise UsageError(
-                    f"{self._paths[at]} is damaged: it has a token {largest}, and its index a vocabulary of "
+                    f"{self._paths[at]} is damaged: it has a token {largest}, but its index has a vocabulary of "
                     f"{self._entries}. Copy it again; `diloco data check {self._paths[at].parent}` reads all shards"
                 )
             found.append(tokens)
@@ -169,10 +169,13 @@ def _check_size(path: Path, size: int) -> None:
     try:
         found = path.stat().st_size
     except OSError as error:
-        raise UsageError(f"{path}, which the index names, cannot be read: {error.strerror}; copy it again") from error
+        raise UsageError(
+            f"{path}, which is listed in the index, cannot be read: {error.strerror}; copy it again"
+        ) from error
     if found != size:
         raise UsageError(
-            f"{path} is damaged: it has {found} bytes, the index says {size}. Copy it again, or prepare the text again"
+            f"{path} is damaged: it has {found} bytes, but {size} by the index. Copy it again, or prepare the text "
+            "again"
         )
 
 
@@ -188,7 +191,7 @@ class _Part:
     def __getitem__(self, part: slice, /) -> Tokens:
         start, stop, step = part.indices(len(self))
         if step != 1:
-            raise ValueError(f"slices of tokens are contiguous: step {step}")
+            raise ValueError(f"slices of tokens must be contiguous, but this one has step {step}")
         return self._files.read(self._start + start, self._start + max(start, stop))
 
 
@@ -200,7 +203,7 @@ def open_shards(folder: Path) -> TextData:
     """
     index = read_index(folder)
     if index.tokens < MIN_BYTES:
-        raise UsageError(f"data={str(folder)!r}: {index.tokens} tokens are too few; at least {MIN_BYTES} are needed")
+        raise UsageError(f"data={str(folder)!r}: {index.tokens} tokens are too few; give at least {MIN_BYTES}")
     files = _Files(folder, index)
     return TextData(
         train=_Part(files, 0, index.train_tokens),
@@ -246,7 +249,7 @@ def check_digest(path: Path, digest: str, told: Callable[[int], None] = lambda s
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; copy it again") from error
     if found != digest:
-        raise UsageError(f"{path} is altered: its digest is not the one in {INDEX_FILE}; copy it again")
+        raise UsageError(f"{path} was altered: its digest differs from that in {INDEX_FILE}; copy it again")
 
 
 class ShardWriter:

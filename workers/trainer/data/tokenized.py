@@ -57,9 +57,9 @@ def open_for(data: str, model: HfModel | None, seq_len: int) -> TextData:
         check_fits(config, *_vocabulary(data, text, model, None), seq_len)
         if model.tokenizer is not None and text.made_by and model.tokenizer_digest not in text.made_by:
             detail = (
-                f"the token shards in {data} were made by a tokenizer whose file has the digest {text.made_by[0]}, and "
-                f"{model.tokenizer} has {model.tokenizer_digest}: the model may misread them. Make its own shards: "
-                f"diloco data prepare TEXT --tokenizer {model.folder}"
+                f"the token shards in {data} were made with a tokenizer file with digest {text.made_by[0]}, but "
+                f"{model.tokenizer} has {model.tokenizer_digest}: the model may misread them. Create shards for this "
+                f"model: diloco data prepare TEXT --tokenizer {model.folder}"
             )
             log.warning("tokenizer_differs", detail=detail)
         return text
@@ -69,8 +69,8 @@ def open_for(data: str, model: HfModel | None, seq_len: int) -> TextData:
         return text
     if (size := len(text.train) + len(text.validation)) > MAX_BYTES:
         raise UsageError(
-            f"data={data!r}: {size} bytes are too many to be tokenised by each party at each start: make token shards "
-            f"of them once: `diloco data prepare {data} --tokenizer {model.folder}`"
+            f"data={data!r}: {size} bytes are too many for each party to tokenise at each start; create token shards "
+            f"once: `diloco data prepare {data} --tokenizer {model.folder}`"
         )
     log.info("text_tokenised", tokenizer=str(model.tokenizer), bytes=size)
     return _tokenised(text, tokenizer, model)
@@ -89,7 +89,7 @@ def _vocabulary(data: str, tokens: TextData | None, model: HfModel, tokenizer: A
     if tokens is not None:
         return tokens.entries, f"the vocabulary of data={data!r}"
     if tokenizer is None:
-        return BYTES, "a text of bytes"
+        return BYTES, "a byte text"
     return _entries(tokenizer, _between(model)), f"the tokenizer {model.tokenizer}"
 
 
@@ -113,9 +113,11 @@ def check_tokenizer(text: TextData, spec: dict[str, str | int | float | bool | N
     """
     run = spec.get("tokenizer")
     if run is not None and text.tokenizer is None:
-        raise UsageError("this run reads its text by its model's tokenizer: give --model hf:FOLDER with tokenizer.json")
+        raise UsageError(
+            "this run reads its text with its model's tokenizer: pass --model hf:FOLDER with tokenizer.json"
+        )
     if run != text.tokenizer:
-        raise SpecMismatch(f"the tokenizer here ({text.tokenizer}) is not the run's ({run}): give the run's folder")
+        raise SpecMismatch(f"the tokenizer here ({text.tokenizer}) is not the run's ({run}): pass the run's folder")
 
 
 def _tokenised(text: TextData, tokenizer: Any, model: HfModel) -> TextData:

@@ -100,8 +100,8 @@ def gather(documents: Iterable[tuple[str, bytes]], data: str) -> TextData:
     size = len(train) + len(validation)
     if size < MIN_BYTES:
         raise UsageError(
-            f"data={data!r}: {size} bytes of text in {files} files ({skipped} empty, binary or unreadable ones were "
-            f"skipped); at least {MIN_BYTES} are needed"
+            f"data={data!r}: {size} bytes of text in {files} files ({skipped} empty, binary or unreadable files were "
+            f"skipped) are too few; give at least {MIN_BYTES}"
         )
     if not balanced(len(validation), size):
         return split(np.frombuffer(bytes(train + validation), np.uint8), files, skipped)

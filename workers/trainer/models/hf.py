@@ -65,7 +65,7 @@ def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
         nonlocal count
         count += 1
         if count > most:
-            raise SpecMismatch(f"this run's model config makes more tensors than the {len(run)} in its spec")
+            raise SpecMismatch(f"this run's model config creates more tensors than the {len(run)} in its spec")
 
     # Meta tensors take no memory, but a config with very many layers would still make very many modules: the hook stops
     # the construction once it has set more parameters than the run's tensors allow.
@@ -85,7 +85,7 @@ def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
         name = wrong[0]
         raise SpecMismatch(
             f"this run's model config and its tensors disagree, in {len(wrong)} of them: {name} is "
-            f"{here.get(name, 'absent')} by the config, and {run.get(name, 'absent')} in the spec"
+            f"{here.get(name, 'absent')} in the config, but {run.get(name, 'absent')} in the spec"
         )
 
 

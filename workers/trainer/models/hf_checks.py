@@ -30,7 +30,7 @@ def config_of(given: HfModel) -> Any:
     transformers = library("transformers", EXTRA, "this run's model")
     kind = str(given.config["model_type"])
     if kind not in transformers.CONFIG_MAPPING:
-        raise UsageError(f"model_type {kind!r} is not known to transformers {transformers.__version__}")
+        raise UsageError(f"model_type {kind!r} is unknown to transformers {transformers.__version__}")
     made = transformers.CONFIG_MAPPING[kind]
     if made not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _another(kind, "transformers' AutoModelForCausalLM has no such model")
@@ -39,16 +39,19 @@ def config_of(given: HfModel) -> Any:
         trains_half = getattr(config, "is_encoder_decoder", False)
         text = config if trains_half else config.get_text_config()
     except Exception as error:  # raised by the config's own validation
-        raise UsageError(f"the config of model_type {kind!r} is not sound: {first_line(error)}") from error
+        raise UsageError(f"the config of model_type {kind!r} is invalid: {first_line(error)}") from error
     if kind in _WITHOUT_A_SWITCH:
-        raise _another(kind, "each of its tokens sees later ones")
+        raise _another(kind, "its tokens attend to later ones")
     if trains_half:
-        raise _another(kind, "is_encoder_decoder is True in its config, and its encoder would not be trained")
+        raise _another(kind, "is_encoder_decoder is True in its config, so its encoder would not be trained")
     for key, wrong, right in _SWITCHES:
         if key == "is_decoder" and kind in _CAUSAL_ANYWAY:
             continue
         if (value := getattr(text, key, None)) in wrong:
-            raise _another(kind, f"{key} is {value} in its config; with {right} its tokens see no later ones")
+            raise _another(
+                kind,
+                f"{key} is {value} in its config; set it to {right}, so that its tokens do not attend to later ones",
+            )
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise _another(kind, "its config has no vocab_size")
     config.use_cache = False  # the key-value cache, which only generation needs
@@ -71,13 +74,13 @@ def check_fits(config: Any, entries: int, reader: str, seq_len: int) -> None:
     positions = getattr(text, "max_position_embeddings", None)
     if entries > text.vocab_size:
         raise UsageError(
-            f"{reader} has {entries} entries, and the model's vocab_size is {text.vocab_size}: a token up to "
-            f"{entries - 1} would be unknown to it; the text must be read by the model's own tokenizer"
+            f"{reader} has {entries} entries, but the model's vocab_size is {text.vocab_size}, so tokens up to "
+            f"{entries - 1} would be unknown to it; use the model's own tokenizer"
         )
     if isinstance(positions, int) and seq_len > positions:
         raise UsageError(f"seq_len={seq_len}: the model has {positions} positions (max_position_embeddings)")
 
 
 def _another(kind: str, why: str) -> UsageError:
-    needed = "a causal language model is needed, such as llama, qwen3 or gpt2"
-    return UsageError(f"model_type {kind!r} is no causal language model: {why}; {needed}")
+    needed = "use a causal language model, such as llama, qwen3 or gpt2"
+    return UsageError(f"model_type {kind!r} is not a causal language model: {why}; {needed}")

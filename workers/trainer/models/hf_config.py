@@ -86,7 +86,7 @@ def read_hf(name: str) -> HfModel | None:
     folder = path if path.is_dir() else _from_hub(given)
     file = folder / "config.json"
     if not file.is_file():
-        raise UsageError(f"model={name!r}: {file} is not there; give a folder with config.json, or such a file")
+        raise UsageError(f"model={name!r}: {file} does not exist; give a folder with config.json, or such a file")
     if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
         raise UsageError(f"model={name!r}: the weights are pickled (.bin): save them as safetensors first")
     return HfModel(_config(file.read_text("utf-8", "replace"), str(file)), folder)
@@ -106,7 +106,9 @@ def check_same(here: HfModel, run: HfModel) -> None:
     ]
     if lines:
         told = "\n".join(lines)
-        raise SpecMismatch(f"this party's model config and the run's disagree:\n{told}\nLeave --model out to follow.")
+        raise SpecMismatch(
+            f"this party's model config and the run's disagree:\n{told}\nTo follow the run's config, leave out --model."
+        )
 
 
 def is_same_model(model: str, run: object) -> bool:
@@ -127,16 +129,16 @@ def _config(text: str, where: str) -> dict[str, Any]:
     try:
         found = _kept(json.loads(text))
     except RecursionError as error:
-        raise UsageError(f"{where} is no config: it is nested more than {_MAX_NESTED} deep") from error
+        raise UsageError(f"{where} is not a config: it is nested more than {_MAX_NESTED} deep") from error
     except ValueError as error:
-        raise UsageError(f"{where} is no config: {error}") from error
+        raise UsageError(f"{where} is not a config: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
-        raise UsageError(f"{where} is no config of a model of transformers: it has no model_type")
+        raise UsageError(f"{where} is not a config of a transformers model: it has no model_type")
     for key, n in found.items():
         if "layer" in key and isinstance(n, int) and not 0 <= n <= _MAX_LAYERS:
-            raise UsageError(f"{where} is no config: {key} is {n}; it must be at most {_MAX_LAYERS}, and not below 0")
+            raise UsageError(f"{where} is not a config: {key} is {n}, but must be from 0 to {_MAX_LAYERS}")
     if found.get("quantization_config"):
-        raise UsageError(f"{where} describes a quantized model: train the full-precision one")
+        raise UsageError(f"{where} describes a quantized model: use the full-precision one")
     return found
 
 

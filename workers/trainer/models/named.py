@@ -46,7 +46,9 @@ def model_of(spec: TrainerSpec) -> nn.Module:
     """
     name, seed = spec.get("model"), spec.get("seed")
     if not isinstance(name, str) or not isinstance(seed, int):
-        raise UsageError("this run's model is not one of the built-in trainer's: its spec names no model and seed")
+        raise UsageError(
+            "this run's model does not belong to the built-in trainer: its spec names neither model nor seed"
+        )
     if (named := read_hf(name)) is not None:
         return hf.build_hf(named, seed, weights=False)
     vocab = spec.get("vocab")

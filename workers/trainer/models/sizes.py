@@ -53,7 +53,7 @@ def check_size(name: str) -> None:
     """
     if name in SIZES:
         return
-    raise UsageError(f"model={name!r}: no such size{meant(name, SIZES)}", f"choose one of {size_table()}, or hf:FOLDER")
+    raise UsageError(f"model={name!r}: unknown size{meant(name, SIZES)}", f"choose one of {size_table()}, or hf:FOLDER")
 
 
 def size_table(vocab_size: int = 256) -> str:

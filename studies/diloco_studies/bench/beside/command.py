@@ -37,7 +37,9 @@ def sizes(text: str) -> list[tuple[int, int]]:
         except ValueError:
             one = (0, 0)
         if one[0] < 65_536 or not 1 <= one[1] <= 64:
-            raise UsageError(f"--sizes {text}: parameters (65536 or more), or parameters/fragments, e.g. 10e6,100e6/8")
+            raise UsageError(
+                f"--sizes {text}: give parameters (65536 or more), or parameters/fragments, e.g. 10e6,100e6/8"
+            )
         found.append(one)
     return found
 
@@ -46,22 +48,22 @@ def main(
     sizes_text: Annotated[
         str,
         typer.Option(
-            "--sizes", metavar="N,N/P,...", help="Parameters; with /P one of P fragments is synchronised at a time"
+            "--sizes", metavar="N,N/P,...", help="Parameters; with /P, one of P fragments is synchronised at a time"
         ),
     ] = "10e6,100e6,100e6/8",
-    momentum: Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum of all")] = 0.9,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, of each system in each pass")] = 3,
-    passes: Annotated[int, typer.Option(min=1, help="How often all systems take turns")] = 2,
+    momentum: Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum of all systems")] = 0.9,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds of each system in each pass")] = 3,
+    passes: Annotated[int, typer.Option(min=1, help="Number of passes over all systems")] = 2,
     environments: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the environments; default: in your cache folder")
+        Path | None, typer.Option(metavar="DIR", help="Folder of the environments (default: in your cache folder)")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")
     ] = None,
 ) -> None:
-    """The same work through gradientmail, torchft and hivemind, in environments of their own, in the same run.
+    """The same work with gradientmail, torchft and hivemind, each in its own environment, in the same run.
 
-    Two learners on this machine, fp32, systems in turn. One that is not there is named, with how to make its
+    Two learners on this machine, fp32, systems in turn. If a system is missing, the output shows how to create its
     environment.
     """
     console = Console()

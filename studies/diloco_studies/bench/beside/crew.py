@@ -77,7 +77,7 @@ class Driver:
                     if over:
                         raise self._died()
                     if left <= 0:
-                        raise Unavailable(f"{self.name} gave no answer to `{what}` within {limit_s:g} s")
+                        raise Unavailable(f"{self.name} did not answer `{what}` within {limit_s:g} s")
                     continue
                 piece = os.read(source, LINE_BYTES)
                 if not piece:
@@ -91,13 +91,13 @@ class Driver:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise Unavailable(f"{self.name} answered `{what}` with no JSON object: {line[:100]!r}")
+            raise Unavailable(f"{self.name} answered `{what}` with something other than a JSON object: {line[:100]!r}")
         return answer
 
     def _died(self) -> Unavailable:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return Unavailable(
-            f"{self.name} has ended ({self._process.wait()}): {(lines or ['it said nothing'])[-1][:400]}"
+            f"{self.name} has ended ({self._process.wait()}): {(lines or ['it printed nothing'])[-1][:400]}"
         )
 
     def leave(self) -> None:
@@ -192,7 +192,7 @@ class Crew:
             alike([length for one in checked for length in one["lengths"]])
             found = figures(said, used, self._given["learners"], self._delta_bytes)
         except (KeyError, TypeError) as error:
-            raise Unavailable(f"{self._name} answered with other things than figures: {error!r}") from error
+            raise Unavailable(f"{self._name} answered with something other than figures: {error!r}") from error
         return found | {"largest_process_mb": largest, "all_processes_mb": together}
 
 

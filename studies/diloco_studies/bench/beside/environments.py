@@ -61,8 +61,8 @@ def python_of(peer: Peer, folder: Path) -> Path:
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     if not python.is_file() or subprocess.run(told, env=environ, capture_output=True, check=False).returncode:
         raise Unavailable(
-            f"no environment with {peer.name} {wanted}: python3.12 -m venv {place} && {python} -m pip install "
-            f"-c {peer.versions} {peer.name} torch"
+            f"there is no environment with {peer.name} {wanted}; create it: python3.12 -m venv {place} && {python} -m "
+            f"pip install -c {peer.versions} {peer.name} torch"
         )
     return python
 

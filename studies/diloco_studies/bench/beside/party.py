@@ -80,8 +80,8 @@ class Arrivals(dict[int, Base]):
         while len(self) < count:
             if not self._more.wait(PATIENCE_S):
                 raise TimeoutError(
-                    f"no merge for {PATIENCE_S:g} s: deltas were refused, as uploads are that end too late on a busy "
-                    "machine. Fewer --learners, or --spread them"
+                    f"no merge for {PATIENCE_S:g} s: deltas were refused, which happens to late uploads on a busy "
+                    "machine. Use fewer --learners, or --spread them"
                 )
             self._more.clear()
 

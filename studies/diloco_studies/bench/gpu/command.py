@@ -24,32 +24,35 @@ def main(
         Path | None,
         typer.Option("--out", metavar="DIR", help=f"Folder of results (default {MEASURED}, rehearsed {REHEARSED})"),
     ] = None,
-    rehearse: Annotated[bool, typer.Option("--rehearse", help="The same pieces at a small size, on the CPU")] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Run the same pieces at a small size on the CPU")
+    ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="PIECE", help="Do this piece, done or not; give it once for each")
+        list[str] | None,
+        typer.Option(metavar="PIECE", help="Run this piece, even if it is done; repeat the option for more pieces"),
     ] = None,
     for_s: Annotated[
         float | None,
-        typer.Option("--for", metavar="DURATION", parser=_seconds, help="End in this time, e.g. 9m"),
+        typer.Option("--for", metavar="DURATION", parser=_seconds, help="Stop within this time, e.g. 9m"),
     ] = None,
 ) -> None:
     """All that needs a GPU, in pieces of at most nine minutes: experiments, a kill, speed, encoding, tests, ranks.
 
-    What came of a piece is kept as soon as it is there. Interrupted in whatever way, the same command goes on with
-    the piece that was under way; experiments keep each run. A piece that fails or takes too long is said with its
-    reason and the figures that it has, and the next call does the rest. Exit status 0 once all pieces have ended
-    well, but for those that wait for something; else 1.
+    Each piece's result is saved at once. After any interruption, the same command continues with the piece that was
+    in progress; experiments keep each run. A piece that fails or takes too long is reported with the reason and its
+    figures so far, and the next call does the rest. The exit status is 0 once all pieces have succeeded, except those
+    that need something else; otherwise 1.
 
     Example: diloco bench gpu --out runs/gpu --for 9m
     """
     pieces, folder = plan(rehearse, 1 if rehearse else count_gpus()), out or (REHEARSED if rehearse else MEASURED)
     names = [piece.name for piece in pieces]
     if strange := [name for name in only or () if name not in names]:
-        raise UsageError(f"--only {strange[0]}: one of {', '.join(names)}")
+        raise UsageError(f"--only {strange[0]}: use one of {', '.join(names)}")
     results = read_results(folder, pieces, rehearse)
     for piece in pieces:
         if piece.waits_for:
-            typer.echo(f"{piece.name}: left out, it waits for {piece.waits_for}")
+            typer.echo(f"{piece.name}: skipped, because it needs {piece.waits_for}")
     doing = [one for one in pieces if one.name in only and not one.waits_for] if only else to_do(pieces, results)
     device = "cpu" if rehearse else device_name() if doing else ""
     folder.mkdir(parents=True, exist_ok=True)

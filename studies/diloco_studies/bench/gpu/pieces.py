@@ -85,7 +85,7 @@ def summary(pieces: list[Piece], results: Mapping[str, Mapping[str, Any]], rehea
     devices = dict.fromkeys(str(one["device"]) for one in results.values())
     lines = ["# What needs a GPU", ""]
     if rehearsal:
-        lines += ["**A rehearsal, on the CPU and at a small size: these figures say nothing about a GPU.**", ""]
+        lines += ["**A rehearsal on the CPU at a small size: these figures say nothing about a GPU.**", ""]
     lines += [f"Device: {', '.join(devices)}.", ""] if devices else []
     lines += ["| piece | is | seconds | figures |", "|---|---|---|---|"]
     for piece in pieces:

@@ -52,7 +52,9 @@ def device_name() -> str:
     code = "import torch; print(torch.cuda.get_device_name())"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if asked.returncode:
-        raise UsageError("torch can use no GPU here: --rehearse does the same pieces at a small size on the CPU")
+        raise UsageError(
+            "torch cannot use a GPU here: use --rehearse to run the same pieces at a small size on the CPU"
+        )
     return asked.stdout.strip()
 
 
@@ -69,17 +71,17 @@ def read_results(folder: Path, pieces: list[Piece], rehearsal: bool) -> dict[str
             try:
                 found[piece.name] = _read(path)
             except (OSError, ValueError) as error:
-                sys.stderr.write(f"warning: {path} cannot be read ({error}): {piece.name} is to do again\n")
+                sys.stderr.write(f"warning: {path} cannot be read ({error}): {piece.name} must be run again\n")
     if any(one["rehearsal"] != rehearsal for one in found.values()):
         was = "measured" if rehearsal else "rehearsed"
-        raise UsageError(f"{folder} holds {was} results: give another --out")
+        raise UsageError(f"{folder} holds {was} results: choose a different --out")
     return found
 
 
 def _read(path: Path) -> Result:
     result = json.loads(path.read_text())
     if not isinstance(result, dict) or not result.keys() >= WRITTEN:
-        raise ValueError("it is no result")
+        raise ValueError("it is not a result")
     return result
 
 
@@ -188,4 +190,4 @@ def _last_words(log: Path) -> str:
     """The last line that a command wrote, or the last error among its last lines."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-20:]
     errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["it said nothing"])[-1][:300]
+    return (errors or lines or ["it printed nothing"])[-1][:300]

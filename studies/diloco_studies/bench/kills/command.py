@@ -66,11 +66,11 @@ def read_result(path: Path, plan: Plan) -> curves.Result | None:
             return curves.read(result, plan)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path}: no result of `diloco bench kills`: {error!r}; delete it, so that it is made again, or "
-            "give another --out"
+            f"{path} is not a result of `diloco bench kills`: {error!r}; delete it to measure again, or choose a "
+            "different --out"
         ) from error
     told = {name: value for name, value in made_with.items() if plan.written().get(name) != value}
-    raise UsageError(f"{path} was made with other settings ({told}): give those, or another --out")
+    raise UsageError(f"{path} was measured with other settings ({told}): use those, or choose a different --out")
 
 
 def make(method: Method, plan: Plan, out: Path) -> curves.Result | None:
@@ -106,33 +106,33 @@ def _seconds(option: str, text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0 < found < float("inf"):
-        raise UsageError(f"{option} {text}: give a length of time, such as 400ms, 35s or 10m")
+        raise UsageError(f"{option} {text}: use a duration, such as 400ms, 35s or 10m")
     return found
 
 
 def main(
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder for results; methods that it has are not run again")
+        Path, typer.Option(metavar="FOLDER", help="Folder for results; methods with a result there are not run again")
     ] = Path("runs/kills"),
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="The picture (default: kills.png in the folder)")
+        Path | None, typer.Option("--plot", metavar="FILE", help="The plot (default: kills.png in the folder)")
     ] = None,
-    only: Annotated[str, typer.Option(metavar="METHOD,...", help=f"Run these of {', '.join(METHODS)}")] = "",
+    only: Annotated[str, typer.Option(metavar="METHOD,...", help=f"Run only these of {', '.join(METHODS)}")] = "",
     tokens: Annotated[str, typer.Option(metavar="N", help="Budget: trained tokens of all machines together")] = "2.4M",
     machines: Annotated[int, typer.Option(min=2, max=16, help="Number of machines")] = 4,
-    every: Annotated[str, typer.Option(metavar="DURATION", help="Mean time between two kills")] = "35s",
-    away: Annotated[str, typer.Option(metavar="DURATION", help="A killed machine is started again after it")] = "15s",
+    every: Annotated[str, typer.Option(metavar="DURATION", help="Mean time between kills")] = "35s",
+    away: Annotated[str, typer.Option(metavar="DURATION", help="Time until a killed machine is started again")] = "15s",
     pace: Annotated[str, typer.Option(metavar="DURATION", help="Length of an inner step")] = "400ms",
-    within: Annotated[str, typer.Option(metavar="DURATION", help="A method that takes longer is stopped")] = "12m",
+    within: Annotated[str, typer.Option(metavar="DURATION", help="Maximum time of a method")] = "12m",
     seed: Annotated[int, typer.Option(min=0, help="Seed of kills, parameters and data")] = 1,
 ) -> None:
     """Train by each method under the same kills: held-out loss by wall time, a table and a picture. Linux only.
 
-    decoupled is the run that `diloco run` makes. elastic and data-parallel are torch's DDP under torchrun, an agent on
-    each machine: elastic goes on with one machine fewer and takes it in again, data-parallel waits for it.
-    undisturbed is the latter without kills. A machine is a process group here, killed with SIGKILL.
+    decoupled is a run like that of `diloco run`. elastic and data-parallel are torch's DDP under torchrun, with an
+    agent on each machine: elastic continues with one machine fewer and readmits it later, data-parallel waits for it.
+    undisturbed is the latter without kills. A machine here is a process group, killed with SIGKILL.
 
-    It takes about 25 minutes. Call it again to go on where it was stopped: finished methods are not run again.
+    It takes about 25 minutes. Repeat the command to continue after a stop: finished methods are not run again.
 
     Example: diloco bench kills --out runs/kills --plot kills.png
     """
@@ -140,7 +140,7 @@ def main(
         raise UsageError("`diloco bench kills` needs Linux: it starts machines by forking")
     for name in (wanted := only.split(",") if only else list(METHODS)):
         if name not in METHODS:
-            raise UsageError(f"--only {name}: one of {', '.join(METHODS)}")
+            raise UsageError(f"--only {name}: use one of {', '.join(METHODS)}")
     plan = Plan(
         machines=machines,
         tokens=one_whole(tokens, "tokens"),
@@ -152,7 +152,8 @@ def main(
     )
     if (most := plan.within_s / plan.every_s) > MAX_KILLS:
         raise UsageError(
-            f"--every {every}: {most:,.0f} kills --within {within}, and {MAX_KILLS:,} at most: make it longer"
+            f"--every {every}: {most:,.0f} kills --within {within}, but at most {MAX_KILLS:,} are allowed: use a "
+            "longer time"
         )
     out.mkdir(parents=True, exist_ok=True)
     plot = plot or out / "kills.png"
@@ -161,12 +162,12 @@ def main(
     typer.echo(in_words(plan))
     for name in wanted:
         if found[name] is not None:
-            typer.echo(f"{name}: its result is there already")
+            typer.echo(f"{name}: already has a result")
             continue
         with one_error(out / name / "logs"):
             found[name] = make(METHODS[name], plan, out)
         if found[name] is None:
-            typer.echo(f"stopped in {name}: call it again to go on")
+            typer.echo(f"stopped in {name}: repeat the command to continue")
             raise typer.Exit(INTERRUPTED_STATUS)
     results = {name: one for name, one in found.items() if one is not None}
     table = curves.markdown(results, plan)

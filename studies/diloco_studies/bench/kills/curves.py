@@ -97,7 +97,7 @@ def read(result: Result, plan: Plan) -> Result:
         ValueError, LookupError, TypeError, AttributeError: no table can be made of it.
     """
     if lacking := WRITTEN - result.keys():
-        raise ValueError(f"it has no {', '.join(sorted(lacking))}")
+        raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     if not result["curve"]:
         raise ValueError("no loss was measured in it")
     result = result | {"curve": [[at, tokens, number(loss)] for at, tokens, loss in result["curve"]]}

@@ -84,7 +84,7 @@ class Watch:
             if child.alive or (self.monkey is not None and self.monkey.striking(child.name)):
                 continue
             self.endings += 1
-            self._screen.note(f"torchrun on {child.name} {child.ending()} by itself, and is started again")
+            self._screen.note(f"torchrun on {child.name} {child.ending()} on its own; starting it again")
             if self.endings > MAX_ENDINGS or not self.under_way.is_set():
                 raise ChildDied(child.describe_end())
             child.restart()

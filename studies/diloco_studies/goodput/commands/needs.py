@@ -28,7 +28,7 @@ def bandwidth(params: str, step_time: str, layers: int, run: links.Run, files: F
     size, step_s = one(params, Amount, "params"), one(step_time, Span, "step-time")
     model, kinds = links.Model(size, step_s, layers or layers_of(size)), links.methods(run)
     found = links.table(model, kinds)
-    about = f"{size / 1e9:g}B parameters, {step_s:g} s a step, {model.layers} layers"
+    about = f"{size / 1e9:g}B parameters, {step_s:g} s per step, {model.layers} layers"
     shown = Table(title=f"Gbit/s for so much compute utilisation: {about}", padding=0)
     for name in ("", "H", "on the wire", *(f"{target} %" for target in links.TARGETS)):
         shown.add_column(name, justify="right" if "%" in name else "left", no_wrap=True)

@@ -27,8 +27,8 @@ class Sample:
     """How much is simulated, and by whom."""
 
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell, for the error bars")]
-    days: Annotated[float, typer.Option(min=0.01, max=36_525, help="Simulated days of each")]
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one a core")] = 0
+    days: Annotated[float, typer.Option(min=0.01, max=36_525, help="Simulated days of each seed")]
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core")] = 0
 
     @property
     def processes(self) -> int:
@@ -122,9 +122,11 @@ def numbers(text: str, kind: Any, name: str) -> list[float]:
     try:
         found = [float(TypeAdapter(kind).validate_python(part)) for part in text.split(",")]
     except ValidationError as error:
-        raise UsageError(f"--{name} {text}: numbers with commas, above 0, such as 150k,1.2M or 0.5y") from error
+        raise UsageError(
+            f"--{name} {text}: give positive numbers separated by commas, such as 150k,1.2M or 0.5y"
+        ) from error
     if min(found) <= 0:
-        raise UsageError(f"--{name} {text}: above 0")
+        raise UsageError(f"--{name} {text}: give a positive number")
     return found
 
 
@@ -136,7 +138,7 @@ def one(text: str, kind: Any, name: str) -> float:
     """
     found = numbers(text, kind, name)
     if len(found) > 1:
-        raise UsageError(f"--{name} {text}: one number")
+        raise UsageError(f"--{name} {text}: give one number")
     return found[0]
 
 
@@ -148,7 +150,7 @@ def whole(text: str, name: str) -> list[int]:
     """
     found = numbers(text, Amount, name)
     if any(value != int(value) for value in found):
-        raise UsageError(f"--{name} {text}: whole numbers with commas")
+        raise UsageError(f"--{name} {text}: give whole numbers separated by commas")
     return sorted({int(value) for value in found})
 
 
@@ -160,5 +162,5 @@ def one_whole(text: str, name: str) -> int:
     """
     found = one(text, Amount, name)
     if found != int(found):
-        raise UsageError(f"--{name} {text}: one whole number, such as 1200 or 150k")
+        raise UsageError(f"--{name} {text}: give one whole number, such as 1200 or 150k")
     return int(found)

@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="What goodput, uptime and bandwidth a training run would have, on up to millions of chips.",
+    help="Simulate the goodput, uptime and bandwidth of training runs on up to millions of chips.",
 )
 
 Chips = Annotated[str, typer.Option(metavar="N,N,...", help="Chips of the whole run; '150k' is 150,000")]
@@ -55,13 +55,13 @@ def table(
 def calibrate(
     settings: Constants,
     held_out: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Columns of the paper's table that a fit does not see, one at a time")
+        str, typer.Option(metavar="N,N,...", help="Columns of the paper's table that a fit leaves out, one at a time")
     ] = "600k",
     *,
     sample: Sample,
     files: Files,
 ) -> None:
-    """Fit the calibrated constants to two of the paper's columns, and show how far all are, the third one held out.
+    """Fit the calibrated constants to two of the paper's columns, hold out the third, and show the errors of all.
 
     Example: diloco simulate calibrate --held-out 150k,600k,1.2M
     """
@@ -92,7 +92,7 @@ def mtbi(
 def link(
     settings: Constants, chips: OneSize = "150k", learners: Learners = "4", *, sample: Sample, files: Files
 ) -> None:
-    """A trace of the link between regions, outages included, against a steady one.
+    """A trace of the link between regions, including outages, compared with a steady link.
 
     Example: diloco simulate link --link-trace examples/link-trace.txt --link 5Gbps --params 9B
     """
@@ -104,26 +104,28 @@ def link(
 def bandwidth(
     params: Params = "10e9",
     step_time: Annotated[str, typer.Option(metavar="DURATION", help="Compute time of a step")] = "0.8",
-    layers: Annotated[int, typer.Option(min=0, max=1000, help="Layers of the model; 0: as usual for its size")] = 0,
-    sync_interval: Annotated[int, typer.Option(min=1, max=10**6, help="H of all methods but data-parallel")] = USUAL[
+    layers: Annotated[
+        int, typer.Option(min=0, max=1000, help="Layers of the model; 0: the usual number for its size")
+    ] = 0,
+    sync_interval: Annotated[int, typer.Option(min=1, max=10**6, help="H of all methods except data-parallel")] = USUAL[
         "sync_interval"
     ],
-    codec: Annotated[str, typer.Option(metavar="|".join(CODECS), help="Of deltas, in the same methods")] = USUAL[
+    codec: Annotated[str, typer.Option(metavar="|".join(CODECS), help="Codec of deltas in these methods")] = USUAL[
         "codec"
     ],
     global_codec: Annotated[
-        str, typer.Option(metavar="|".join(GLOBALS), help="Of the globals that decoupled learners pull")
+        str, typer.Option(metavar="|".join(GLOBALS), help="Codec of the globals that decoupled learners pull")
     ] = USUAL["global_codec"],
     fragments: Annotated[int, typer.Option(min=1, max=MAX_FRAGMENTS, help="P of decoupled learners")] = USUAL[
         "fragments"
     ],
     overlap_steps: Annotated[
-        int, typer.Option(min=0, max=10**6, help="Steps tau that a decoupled sync may hide behind")
+        int, typer.Option(min=0, max=10**6, help="Steps tau that may hide a decoupled sync")
     ] = USUAL["overlap_steps"],
     *,
     files: Files,
 ) -> None:
-    """Bandwidth that each method needs for 50 to 99 % of compute utilisation, at a run's H and in its codecs.
+    """Bandwidth that each method needs for 50 to 99 % compute utilisation, with a run's H and codecs.
 
     Example: diloco simulate bandwidth --params 10e9 --sync-interval 100 --codec int4
     """
@@ -134,9 +136,9 @@ def bandwidth(
 
 def _check_codecs(codec: str, codecs: Sequence[str], global_codec: str) -> None:
     if codec not in codecs:
-        raise UsageError(f"--codec {codec}: one of {', '.join(codecs)}")
+        raise UsageError(f"--codec {codec}: use one of {', '.join(codecs)}")
     if global_codec not in GLOBALS:
-        raise UsageError(f"--global-codec {global_codec}: one of {', '.join(GLOBALS)}")
+        raise UsageError(f"--global-codec {global_codec}: use one of {', '.join(GLOBALS)}")
 
 
 @app.command()
@@ -146,18 +148,21 @@ def plan(
     settings: Planned,
     chips: OneSize = "20000",
     learners: Annotated[
-        int | None, typer.Option(metavar="M", help="Number of learners (default: as many as the goodput wants)")
+        int | None, typer.Option(metavar="M", help="Number of learners (default: chosen by the goodput)")
     ] = None,
     codec: Annotated[
-        str, typer.Option(metavar="|".join(("auto", *CODECS)), help="Of deltas; auto: bf16 unless the link wants less")
+        str,
+        typer.Option(
+            metavar="|".join(("auto", *CODECS)), help="Codec of deltas; auto: bf16 unless the link needs less"
+        ),
     ] = "auto",
     global_codec: Annotated[
-        str, typer.Option(metavar="|".join(GLOBALS), help="Of the globals that learners pull")
+        str, typer.Option(metavar="|".join(GLOBALS), help="Codec of the globals that learners pull")
     ] = USUAL["global_codec"],
     *,
     files: Files,
 ) -> None:
-    """`diloco plan` for so many chips: also how many learners, by the goodput that they would have.
+    """Like `diloco plan`, for a number of chips: also choose the number of learners by their goodput.
 
     Example: diloco simulate plan --chips 20000 --mtbi 0.5y --params 70B --step-time 3s --link 5Gbps
     """
@@ -172,11 +177,11 @@ def mixed(
     settings: Constants,
     learners: Annotated[int, typer.Option(min=2, max=512, help="M")] = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds, for the error bars")] = 3,
-    days: Annotated[float, typer.Option(min=0.01, max=365, help="Simulated days of each")] = 0.5,
+    days: Annotated[float, typer.Option(min=0.01, max=365, help="Simulated days of each seed")] = 0.5,
     *,
     files: Files,
 ) -> None:
-    """Mixed hardware: goodput and participants when all wait for all, with K = 1, and with K = 1 and grace."""
+    """Mixed hardware: goodput and participants if all wait for all, with K = 1, and with K = 1 and grace."""
     importlib.import_module(NEEDS).mixed(settings, learners, seeds, days, files)
 
 

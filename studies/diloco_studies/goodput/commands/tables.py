@@ -82,7 +82,7 @@ def calibrate(constants: Constants, held_out: str, sample: Sample, files: Files)
     wanted = whole(held_out, "held-out")
     if not set(wanted) <= set(figures.CHIPS):
         raise UsageError(
-            f"--held-out {held_out}: columns of the paper's table, of {', '.join(map(str, figures.CHIPS))}"
+            f"--held-out {held_out}: give columns of the paper's table, out of {', '.join(map(str, figures.CHIPS))}"
         )
     console, rows, fits = Console(), list[dict[str, Any]](), dict[str, dict[str, float]]()
     for column in wanted:
@@ -132,7 +132,9 @@ def _residuals(rows: Sequence[dict[str, Any]], sample: Sample, what: str) -> Tab
 def link(constants: Constants, chips: str, learners: str, sample: Sample, files: Files) -> None:
     """`diloco simulate link`."""
     if constants.link_trace is None:
-        raise UsageError("--link-trace FILE: lines of `second bits_per_second latency_s`; see examples/link-trace.txt")
+        raise UsageError(
+            "pass --link-trace FILE with lines of `second bits_per_second latency_s`; see examples/link-trace.txt"
+        )
     (size,), counts = _asked([one_whole(chips, "chips")], learners, files)
     console = Console()
     steady = constants.model_copy(update={"link_trace": None})
@@ -165,9 +167,11 @@ def _asked(sizes: list[int], learners: str, files: Files) -> tuple[list[int], li
     files.check()
     counts = whole(learners, "learners")
     if max(counts) > min(sizes):
-        raise UsageError(f"{min(sizes):,} chips are too few for {max(counts)} learners")
+        raise UsageError(
+            f"{min(sizes):,} chips are too few for {max(counts)} learners: use more --chips or fewer --learners"
+        )
     if max(counts) > MAX_WINDOW:
-        raise UsageError(f"--learners {max(counts)}: a window holds {MAX_WINDOW} learners at most")
+        raise UsageError(f"--learners {max(counts)}: a window holds at most {MAX_WINDOW} learners")
     return sizes, counts
 
 

@@ -100,7 +100,7 @@ def build_mixture(name: str, seed: int, experts: int, chosen: int, vocab_size: i
         UsageError: unknown name, or k that does not fit.
     """
     if name not in SIZES:
-        raise UsageError(f"model={name!r}: no such size; choose one of {size_table(vocab_size)}")
+        raise UsageError(f"model={name!r}: unknown size; choose one of {size_table(vocab_size)}")
     if not 1 <= chosen <= experts or SIZES[name].hidden % chosen:
-        raise UsageError(f"experts={experts}, of which {chosen} a token: it must divide {SIZES[name].hidden}")
+        raise UsageError(f"experts={experts}, of which {chosen} per token: it must divide {SIZES[name].hidden}")
     return MixtureGPT(SIZES[name], vocab_size, seed, experts, chosen)

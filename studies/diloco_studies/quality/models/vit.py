@@ -86,5 +86,5 @@ def build_vit(name: str, images: Images, seed: int) -> ViT:
         UsageError: unknown name.
     """
     if name not in SIZES:
-        raise UsageError(f"model={name!r}: no such size of a ViT; choose one of {', '.join(SIZES)}")
+        raise UsageError(f"model={name!r}: unknown ViT size; choose one of {', '.join(SIZES)}")
     return ViT(SIZES[name], images, seed)

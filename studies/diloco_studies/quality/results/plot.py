@@ -101,9 +101,11 @@ def draw_sizes(tables: Sequence[Table], path: Path) -> None:
     """
     series = _by_variant(tables)
     if len({(table.measure, table.experiment.reference) for table in tables}) > 1:
-        raise UsageError("--sizes needs experiments of one reference and one measure")
+        raise UsageError("--sizes needs experiments with the same reference and measure")
     if not series:
-        raise UsageError("--sizes needs rows of one name at two sizes or more, each with a reference that was run")
+        raise UsageError(
+            "--sizes needs rows with the same name at two or more sizes, each with a reference that was run"
+        )
     figure = Figure(figsize=(10, 5.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     markers = dict(zip(dict.fromkeys(told for frames in series.values() for told in frames), cycle("osD^vP*")))
@@ -148,7 +150,7 @@ def _by_variant(tables: Sequence[Table]) -> dict[str, dict[str, list[Place]]]:
         for line in table.best():
             distance, run = table.distance(line), line.row.runs[0]
             if run.task != "text" or run.experts is not None:
-                raise UsageError(f"--sizes draws dense models of text alone: {table.experiment.name} has others")
+                raise UsageError(f"--sizes draws only dense text models, but {table.experiment.name} has others")
             if distance is not None and line.row.variant != table.experiment.reference and run.model in SIZES:
                 place = SIZES[run.model].parameters() / 1e6, distance
                 found.setdefault(line.row.variant, {}).setdefault(_frame(run), []).append(place)

@@ -54,7 +54,7 @@ def look_again() -> None:
 def _text_fingerprint(data: str) -> str:
     for folder, command in ((PACKAGES, "packages"), (ENGLISH, "english")):
         if Path(data) == folder and not folder.exists():
-            raise UsageError(f"data={data!r}: no such folder here", f"make it: diloco lab {command}")
+            raise UsageError(f"data={data!r}: no such folder here", f"create it with `diloco lab {command}`")
     check_data(data)
     return open_text(data).fingerprint
 
@@ -86,7 +86,9 @@ class Store:
                 result: Result = json.loads(file.read_bytes())
                 summary_of(result, "")
             except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-                typer.echo(f"warning: {file} is no whole result, so its run counts as not done ({error!r})", err=True)
+                typer.echo(
+                    f"warning: {file} is not a complete result, so its run counts as not done ({error!r})", err=True
+                )
             else:
                 return result
         return None

@@ -136,17 +136,17 @@ def decode(text: str) -> dict[RunName, RunSummary]:
     summaries = dict[RunName, RunSummary]()
     try:
         if (found := tuple(next(lines, ()))) != COLUMNS:
-            raise UsageError(f"columns are {', '.join(found)}; a table of summaries has {', '.join(COLUMNS)}")
+            raise UsageError(f"the columns are {', '.join(found)}, but a table of summaries has {', '.join(COLUMNS)}")
         for line in lines:
             if len(line) != len(COLUMNS):
-                raise UsageError(f"line {lines.line_num} has {len(line)} cells, and the columns are {len(COLUMNS)}")
+                raise UsageError(f"line {lines.line_num} has {len(line)} cells, but there are {len(COLUMNS)} columns")
             name, one = _summary(line)
             if name in summaries:
                 run = f"{name.experiment}'s {name.run!r}, seed {name.seed}"
-                raise UsageError(f"line {lines.line_num} is of a run that an earlier line has: {run}")
+                raise UsageError(f"line {lines.line_num} repeats the run of an earlier line: {run}")
             summaries[name] = one
     except (csv.Error, TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"line {lines.line_num} is no summary: {error}") from error
+        raise UsageError(f"line {lines.line_num} is not a summary: {error}") from error
     return summaries
 
 
@@ -193,5 +193,5 @@ def _mark(tokens: str, virtual_s: str, value: str, exact: str | None = None) -> 
 def _number(cell: str) -> float:
     number = float(cell)
     if not math.isfinite(number):
-        raise ValueError(f"{cell} is no finite number")
+        raise ValueError(f"{cell} is not a finite number")
     return number

@@ -143,8 +143,8 @@ class Network:
             time.sleep(0.002)
         said = holder.stderr.read().decode(errors="replace").strip() if holder.poll() and holder.stderr else "no answer"
         raise UsageError(
-            f"no network of its own can be made here ({said}): be root, or take the command into a "
-            "user's own: unshare --user --map-root-user --net sh -c 'ip link set lo up; COMMAND'"
+            f"cannot create a separate network here ({said}): run as root, or in a user namespace: unshare --user "
+            "--map-root-user --net sh -c 'ip link set lo up; COMMAND'"
         )
 
 
@@ -174,7 +174,7 @@ def _of(number: int) -> str:
 def _program(name: str) -> str:
     found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if found is None:
-        raise UsageError(f"a network of its own needs the program {name} (Debian: iproute2, util-linux)")
+        raise UsageError(f"a separate network needs the program {name}: install it (Debian: iproute2, util-linux)")
     return found
 
 

@@ -275,7 +275,7 @@ class Servers:
                     return time.monotonic() - began
             if time.monotonic() - began > limit_s:
                 told = "\n".join(f"{name}:\n{node.last_lines()}" for name, node in self.nodes.items())
-                raise DilocoError(f"the Redis servers are not as awaited in {limit_s:g} s; their last lines:\n{told}")
+                raise DilocoError(f"the Redis servers were not ready within {limit_s:g} s; their last lines:\n{told}")
             time.sleep(POLL_S)
 
     def _add(self, name: str, *more: str) -> Node:

@@ -50,7 +50,7 @@ class Topology:
         if strike.party is not Party.SENTINEL:
             while not await asyncio.to_thread(self._all_served, victim, undone and not strike.for_good):
                 if time.time() > began_s + TAKEN_OVER_S:
-                    raise DilocoError(f"nobody has taken over from {victim} in {TAKEN_OVER_S:g} s")
+                    raise DilocoError(f"no server took over from {victim} within {TAKEN_OVER_S:g} s")
                 if lasting is not None and lasting.done() and not undone:
                     undo()
                     undone = True
