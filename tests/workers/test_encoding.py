@@ -1,6 +1,5 @@
 """Promises about what a learner's deltas are on the wire in every codec, encoded in host memory and on a device."""
 
-import time
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -131,18 +130,3 @@ def test_bytes_may_overwrite_the_values_that_they_are_made_of(codec: Codec) -> N
     wire = values.view(np.uint8)[: payload_bytes(ELEMENTS, codec)]
     OnHost.encode(DELTA, lambda: values, codec, None, wire)
     np.testing.assert_array_equal(wire, REFERENCES[codec](DELTA))
-
-
-@pytest.mark.parametrize("codec", [codec for codec, traits in TRAITS.items() if traits.quick])
-def test_what_the_syncer_decodes_on_its_event_loop_is_about_as_quick_as_a_copy(codec: Codec) -> None:
-    """Of elements as small as those of deltas, which are subnormal in some types."""
-    small = RNG.standard_normal(2**18).astype(np.float32) * np.float32(1e-4)
-
-    def decoding_s(vector: Any) -> float:
-        began = time.thread_time()
-        np.copyto(out, vector[: len(out)])
-        return time.thread_time() - began
-
-    out, vectors = np.empty_like(small), (samples.on_wire(small, codec), small)
-    took_s, copied_s = (min(decoding_s(vector) for _ in range(20)) for vector in vectors)
-    assert took_s < 8 * copied_s
