@@ -79,7 +79,7 @@ class _RunInfo:
         if (status := self.status) is not None and status["phase"] in ("waiting", Phase.RUNNING):
             for silent in [one["id"] for one in present(status["learners"]) if is_missed(one)][:1]:
                 route = redis_route(self.place.redis_url or "", self.place.own)
-                yield Text(f"again      {''.join(route.start('learner', status['run'], silent, status['own_loop']))}")
+                yield Text(f"restart    {''.join(route.start('learner', status['run'], silent, status['own_loop']))}")
 
     def _report_file(self) -> Path:
         assert self.place.folder is not None  # noqa: S101  # only a folder says that it closes

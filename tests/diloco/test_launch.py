@@ -504,7 +504,7 @@ def test_status_says_how_a_dead_learner_is_started_again(own, trainer, said):
         found = build_status("my-run", spec, state, seen, heads, None, [], 2000.0)
         place = Place("my-run", "redis://:secret@h:1", None, own=own)
         last = str(list(_RunInfo(place, found).as_text())[-1])
-        assert (said in last and last.startswith("again      ")) if missed else "again" not in last
+        assert (said in last and last.startswith("restart    ")) if missed else "restart" not in last
         assert "secret" not in last
 
 
