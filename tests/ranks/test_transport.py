@@ -7,7 +7,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from diloco.workers.ranks.topology import _own_address
 from diloco.workers.ranks.transport import (
     _SIZES,
     INFORM_S,
+    MAX_CALLERS,
     MAX_HEAD_BYTES,
     Transport,
     accept_calls,
@@ -233,7 +234,6 @@ def test_a_rank_that_cannot_be_reached_is_named() -> None:
 def test_who_does_not_know_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is hung up on, and so is who says nothing, a rank that there is not, and one that is here already; ranks that
     have not called in time are named."""
-    monkeypatch.setattr(transport_module, "HELLO_S", 0.05)
     monkeypatch.setattr(transport_module, "CONNECT_S", 0.5)
     said = [bytes(36), TOKEN + bytes([0, 0, 0, 0]), TOKEN + bytes([3, 0, 0, 0]), b"short", TOKEN + bytes([1, 0, 0, 0])]
     with listen("127.0.0.1") as listener, ExitStack() as stack:
@@ -246,6 +246,27 @@ def test_who_does_not_know_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch)
         for one in (*strangers[:4], strangers[5]):
             one.settimeout(HANGING_S)
             assert one.recv(1) == b""
+
+
+def test_strangers_that_say_nothing_hold_up_no_rank() -> None:
+    """More of them than are kept, all there before the rank that is waited for: the time limit is never looked at."""
+    with listen("127.0.0.1") as listener, ExitStack() as stack:
+        strangers = list[socket.socket]()
+
+        def called(hello: bytes) -> None:
+            strangers.append(stack.enter_context(socket.create_connection(listener.getsockname()[:2])))
+            strangers[-1].sendall(hello)
+
+        for number in range(MAX_CALLERS + 4):
+            called(TOKEN[: number % 4])
+        called(TOKEN + bytes([1, 0, 0, 0]))
+        (found,) = accept_calls(listener, 0, 2, TOKEN).items()
+        assert found[0] == 1
+        found[1].close()
+        for one in strangers[:-1]:
+            one.settimeout(HANGING_S)
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b""
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import asyncio
 import hmac
 import itertools
 import os
+import selectors
 import socket
 import struct
 import time
@@ -43,8 +44,10 @@ Handler = Callable[..., Awaitable[Any]]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 SILENT_S = 20
-# Seconds for all ranks to connect, and for a caller to say who it is.
-CONNECT_S, HELLO_S = 60.0, 5.0
+# Seconds for all ranks to connect.
+CONNECT_S = 60.0
+# Callers that have not said who they are, of which the oldest is dropped beyond this number.
+MAX_CALLERS = 64
 TOKEN_BYTES = 32
 MAX_HEAD_BYTES = 16 * 2**20
 # Seconds that the other ranks get to hear why this rank ends (`INFORM_S`), and that a report to the bus may take
@@ -104,36 +107,62 @@ def accept_calls(listener: socket.socket, rank: int, ranks: int, token: bytes) -
         RankGone: a rank has not called.
     """
     connections = dict[int, socket.socket]()
+    hellos = dict[socket.socket, bytes]()  # what each caller has said so far
     until_s = time.monotonic() + CONNECT_S
-    with ExitStack() as opened:
-        while len(connections) < ranks - 1 - rank:
-            try:
-                listener.settimeout(max(0.0, until_s - time.monotonic()))
-                connection, _ = listener.accept()
-            except OSError as error:  # TimeoutError and BlockingIOError among them
-                missing = sorted({*range(rank + 1, ranks)} - connections.keys())
-                raise RankGone(
-                    f"ranks {missing} of this learner have not connected to rank {rank}: {error!r}"
-                ) from error
-            other = _caller(connection, token)
-            if rank < other < ranks and other not in connections:
-                connections[other] = _prepared(opened.enter_context(connection))
-            else:
-                connection.close()
+    listener.setblocking(False)
+    with ExitStack() as opened, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while len(connections) < ranks - 1 - rank:
+                # All callers are read at once, so that a silent stranger holds up nobody.
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    missing = sorted({*range(rank + 1, ranks)} - connections.keys())
+                    raise RankGone(f"ranks {missing} of this learner have not connected to rank {rank}")
+                for key, _ in selector.select(left_s):
+                    if key.fileobj is listener:
+                        with suppress(OSError):  # the caller has hung up
+                            connection, _ = listener.accept()
+                            connection.setblocking(False)
+                            hellos[connection] = b""
+                            selector.register(connection, selectors.EVENT_READ)
+                            if len(hellos) > MAX_CALLERS:  # strangers; a rank's hello is there at once
+                                _drop(next(iter(hellos)), hellos, selector)
+                        continue
+                    caller = next((one for one in hellos if one is key.fileobj), None)
+                    if caller is None or (other := _heard(caller, hellos, token)) is None:
+                        continue
+                    if rank < other < ranks and other not in connections:
+                        selector.unregister(caller)
+                        del hellos[caller]
+                        connections[other] = _prepared(opened.enter_context(caller))
+                    else:
+                        _drop(caller, hellos, selector)
+        finally:
+            for caller in hellos:
+                caller.close()
         opened.pop_all()
     return connections
 
 
-def _caller(connection: socket.socket, token: bytes) -> int:
-    """Return the rank that has called; -1 if it is none."""
-    hello = b""
+def _drop(caller: socket.socket, hellos: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
+    del hellos[caller]
+    selector.unregister(caller)
+    caller.close()
+
+
+def _heard(caller: socket.socket, hellos: dict[socket.socket, bytes], token: bytes) -> int | None:
+    """Read what a caller has sent; return its rank, -1 if it is none, None while its hello is not whole."""
     try:
-        connection.settimeout(HELLO_S)
-        while len(hello) < _HELLO.size and (more := connection.recv(_HELLO.size - len(hello))):
-            hello += more
-        claimed, other = _HELLO.unpack(hello)
-    except (OSError, struct.error):
+        more = caller.recv(_HELLO.size - len(hellos[caller]))
+    except BlockingIOError:
+        return None
+    except OSError:
         return -1
+    hellos[caller] += more
+    if len(hellos[caller]) < _HELLO.size:
+        return None if more else -1
+    claimed, other = _HELLO.unpack(hellos[caller])
     return int(other) if hmac.compare_digest(claimed, token) else -1
 
 
