@@ -181,7 +181,7 @@ def test_a_folder_of_another_base_is_warned_of(tmp_path: Path, capsys: pytest.Ca
         ({"weights": {"other.weight": array(2, 2)}}, "belong to a different model: they have other.weight"),
         ({"weights": TRAINED | {"model.norm.weight": array(5)}}, "model.norm.weight is [4] in the run, but [5] in"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"dtype": "float8"}, "dtype 'float8' is none of float32"),
+        ({"dtype": "float8"}, "dtype 'float8' is not one of float32"),
     ],
     ids=["other names", "other shape", "quantized", "unknown type"],
 )
@@ -276,7 +276,7 @@ def test_an_adapters_tensors_have_pefts_names(
 @pytest.mark.parametrize(
     ("kind", "names", "told"),
     [
-        ("PROMPT_TUNING", ["q.lora_A.default.weight"], "peft_type 'PROMPT_TUNING' is not known"),
+        ("PROMPT_TUNING", ["q.lora_A.default.weight"], "peft_type 'PROMPT_TUNING' is not supported"),
         ("LORA", ["q.lora_A.default.weight", "norm.weight"], "not part of a LORA adapter's file: "),
         ("LORA", ["q.ia3_l.default"], "not part of a LORA adapter's file: "),
         ("LORA", ["q.lora_A.one.weight", "q.lora_A.two.weight"], "several adapters (one, two)"),
@@ -303,7 +303,7 @@ def test_an_adapter_needs_its_config(tmp_path: Path, capsys: pytest.CaptureFixtu
     own = {f"{PEFT}.q.lora_A.weight": array(2, 4), f"{PEFT}.k.lora_A.weight": array(2, 4)}
     safetensors.numpy.save_file(own, config / "adapter_model.safetensors")
     status, said = export(capsys, where, tmp_path / "out", "--hf", config)
-    assert (status, f"{PEFT}.k.lora_A.weight, which the run has not trained" in said) == (2, True), said
+    assert (status, f"{PEFT}.k.lora_A.weight, which the run did not train" in said) == (2, True), said
 
 
 def test_a_tensor_file_is_what_the_formats_own_library_reads(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ def test_a_remedy_is_one_that_helps():
     """The quorum of a resumed run stays."""
     with pytest.raises(UsageError, match=r"pass more --learners or a smaller --quorum or --redis-port"):
         check(RunProcess(quorum=5))
-    with pytest.raises(UsageError, match=r"give more --learners or --redis-port"):
+    with pytest.raises(UsageError, match=r"pass more --learners or --redis-port"):
         check(RunProcess(quorum=5, resume=Path("somewhere")))
 
 

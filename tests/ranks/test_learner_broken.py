@@ -80,7 +80,7 @@ async def killed(member: Member) -> str:
 
 async def asked(member: Member) -> str:
     """By SIGTERM while its main thread is inside torch."""
-    await member.report_end("SIGTERM came", 2.0)
+    await member.report_end("SIGTERM was received", 2.0)
     cut(member)
     return f"rank {member._transport.rank} of this learner was asked to stop: SIGTERM was received"
 

@@ -158,7 +158,7 @@ def test_a_rank_that_rank_0_never_follows_ends_with_an_error(monkeypatch: pytest
     monkeypatch.setattr(shard_broadcast, "GIVES_UP_S", 0.05)
     crew = Crew(2, 96, 4)
     heard, began = FollowingShards(crew.told[1], crew.asked, lambda: None), time.monotonic()
-    with pytest.raises(UsageError, match=r"rank 0 has not drawn .* same num_workers and prefetch_factor"):
+    with pytest.raises(UsageError, match=r"rank 0 did not draw .* same num_workers and prefetch_factor"):
         heard.after(None)
 
     def stop() -> None:

@@ -39,7 +39,7 @@ def test_a_rank_that_is_asked_to_end_inside_torch_ends_in_bounded_time(tmp_path:
         assert party.ended(pair[0]) == [AGAIN_STATUS], party.shown()
         assert time.monotonic() - began > 0.9 * HANG_S, "it is given the time of a step"
         (ended,) = party.said("duo-0", "rank_ended")
-        assert "SIGTERM came, and 10 s later its main thread is still waiting in " in ended
+        assert "SIGTERM was received, and 10 s later its main thread is still waiting in " in ended
         assert "rank.py:" in ended
         assert "rank 1 is not answering (it is paused, or its machine is unreachable)" in ended
         ((who, why),) = [(one.who, one.detail) for one in party.events() if one.name == "learner_broken"]

@@ -483,7 +483,7 @@ async def test_a_syncer_that_finds_another_run_under_its_name_stops_and_says_wha
     flush(world)
     await world.bus.propose_spec(encode(other_spec()))
     async with asyncio.timeout(60):
-        with pytest.raises(SpecMismatch, match="another run was begun"):
+        with pytest.raises(SpecMismatch, match="another run was started"):
             await world.syncer
 
 

@@ -255,7 +255,7 @@ def test_a_used_run_is_refused(tmp_path):
 
     with pytest.raises(UsageError, match="--run"):
         restore(checkpoint, checkpoint.spec, run_virtual(used(checkpoint.spec)))
-    with pytest.raises(UsageError, match="another spec"):
+    with pytest.raises(UsageError, match="a different spec"):
         restore(checkpoint, checkpoint.spec, run_virtual(used(samples.spec(quorum=2))))
 
 

@@ -133,7 +133,7 @@ def test_a_lead_whose_folder_was_collected_meanwhile_does_not_name_it(
 
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "write", collected)
-        with pytest.raises(OSError, match=r"has lost SHA256SUMS while it was saved"):
+        with pytest.raises(OSError, match=r"SHA256SUMS disappeared while the checkpoint was being saved"):
             save(tmp_path)
     assert folder_of(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == {"latest", before.name}

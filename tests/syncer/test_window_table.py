@@ -241,7 +241,7 @@ REASONS: dict[str, str] = {
     "others expected, the grace goes on": "grace: 2 in, waiting for l2",
     "too few are left for K": "1 of quorum 2 left",
     "uploads are missing before the deadline": "1 of 2 uploaded, waiting for l1",
-    "all of M_t uploaded": "all 2 expected in",
+    "all of M_t uploaded": "all 2 expected learners are in",
     "the deadline, at least K uploaded": "1 in, without l1",
     "the deadline, fewer than K uploaded": "1 of quorum 2 uploaded in time",
 }

@@ -81,7 +81,7 @@ async def test_a_second_process_under_the_id_of_a_live_learner_is_refused_and_th
     error = await failure(second)
     assert isinstance(error, IdTaken)
     assert not isinstance(error, LearnerReplaced)
-    assert str(error).startswith("another Learner in this process is learner 'l0' already"), "as in a notebook"
+    assert str(error).startswith("another Learner in this process is already learner 'l0'"), "as in a notebook"
     assert "the-host, reported 0." in str(error)
     assert [seen.report.incarnation for seen in await world.bus.read_reports()] == [A]
     await world.finish(first)

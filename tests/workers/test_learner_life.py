@@ -145,7 +145,7 @@ def test_a_learner_is_opened_once(redis_server: str) -> None:
                 pass
             learner.step(1)
         assert learner.left_in_order
-        with pytest.raises(UsageError, match="opened once"), learner:
+        with pytest.raises(UsageError, match="opened only once"), learner:
             pass
         with pytest.raises(UsageError, match="not in a run"):
             learner.step(1)
@@ -155,7 +155,7 @@ def test_a_learner_is_opened_once(redis_server: str) -> None:
         with learner_of(redis_server, "once"):
             pass
     refused = learner_of(redis_server, "nan", model=broken)
-    for match in ("not finite", "opened once"):
+    for match in ("not finite", "opened only once"):
         with pytest.raises(UsageError, match=match), refused:
             pass
     assert [seen.report.left for seen in reports(redis_server, "nan")] == [True]
@@ -168,7 +168,7 @@ def test_a_learner_is_of_the_process_that_made_it(redis_server: str) -> None:
         parents = learner._pid
         learner._pid = -1  # as a child sees it
         for use in (lambda: learner.step(1), lambda: learner.__enter__(), lambda: next(learner.blocks(8, 4))):
-            with pytest.raises(UsageError, match="another process"):
+            with pytest.raises(UsageError, match="created in the process"):
                 use()
         learner.close()
         learner._pid = parents

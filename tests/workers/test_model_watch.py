@@ -68,8 +68,8 @@ CHANGES: dict[Callable[[Net], None], str] = {
     tie: r"parameter head.weight is no longer in the model",
     add: r"parameter adapter\.\w+ now requires a gradient",
     take_away: r"parameter body\.\w+ is no longer in the model",
-    convert: r"parameter \S+ was torch.float32 .*and is torch.float16",
-    resize: r"parameter table.weight was .*\(7, 4\).* and is .*\(9, 4\)",
+    convert: r"parameter \S+ was torch.float32 .*and is now torch.float16",
+    resize: r"parameter table.weight was .*\(7, 4\).* and is now .*\(9, 4\)",
 }
 
 
@@ -80,7 +80,7 @@ def test_each_change_is_seen_and_named(change: Callable[[Net], None]) -> None:
     watch = watched(model)
     watch.inspect(1e9)
     change(model)
-    with pytest.raises(UsageError, match=f"{CHANGES[change]}.*before `with`"):
+    with pytest.raises(UsageError, match=f"{CHANGES[change]}.*before the `with` block"):
         watch.inspect(1e18)
 
 
@@ -223,7 +223,7 @@ def test_a_learner_stops_at_a_changed_model(redis_server: str, change: Callable[
                     learner.step(**refused)  # type: ignore[arg-type]
             assert learner.joined.training.rounds.counts[:2] == (2, 1)
             change(model)
-            with pytest.raises(UsageError, match=r"parameter \S+ (requires|was)"):
+            with pytest.raises(UsageError, match=r"parameter \S+ (now requires|was)"):
                 go_on(learner)
         assert learner.left_in_order
 

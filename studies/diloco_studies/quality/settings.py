@@ -23,6 +23,8 @@ MIN_DONE = 0.01
 """Of the steps, where learners fail: with less, a run would have no end."""
 PATIENCE = 100
 """A run is given up after so many times what its steps take."""
+JOINING_S = 10.0
+"""Virtual seconds that joining may take besides: its polls do not shrink with the steps."""
 _WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
 """What the papers' learners do and those of `diloco run` do not."""
 PRESETS: dict[str, dict[str, Any]] = {
@@ -176,8 +178,8 @@ class LabRun(BaseModel):
 
     @property
     def patience_s(self) -> float:
-        """Virtual time after which it is given up."""
-        return PATIENCE * self.steps * self.step_s * (1 + self.slowdown) * (1 + self.jitter)
+        """Virtual time after which it is given up: what joining may take, and `PATIENCE` times what its steps take."""
+        return JOINING_S + PATIENCE * self.steps * self.step_s * (1 + self.slowdown) * (1 + self.jitter)
 
     @property
     def scavenge_until_s(self) -> float:
