@@ -210,7 +210,7 @@ def test_a_variable_that_comes_too_late_is_said_to_be_of_no_effect(
         with capture_logs() as log, learner_of(redis_server, "late") as later:
             assert later.spec == first.spec
         (said,) = [one for one in log if one["event"] == "variable_ignored"]
-        assert said["detail"] == "DILOCO_TOKENS is 5000, but the run was begun with 4000, which applies"
+        assert said["detail"] == "DILOCO_TOKENS is 5000, but the run was started with 4000, which applies"
 
 
 def test_a_budget_that_is_none_is_refused_by_name() -> None:

@@ -126,7 +126,7 @@ def test_nothing_is_read_at_start(tmp_path) -> None:
     data[1000] ^= 1
     file.write_bytes(data)
     assert open_shards(tmp_path / "shards").fingerprint == index.fingerprint
-    with pytest.raises(UsageError, match=rf"{index.shards[2].file} is altered"):
+    with pytest.raises(UsageError, match=rf"{index.shards[2].file} was altered"):
         check_shards(tmp_path / "shards")
 
 
@@ -173,7 +173,7 @@ def test_an_altered_tokenizer_is_found_by_a_check(tmp_path, capsys) -> None:
     assert "unchanged since it was written" in capsys.readouterr().out
     (tmp_path / "shards" / "tokenizer.json").write_text("another")
     assert main(["data", "check", str(tmp_path / "shards")]) == 2
-    assert "tokenizer.json is altered" in capsys.readouterr().err
+    assert "tokenizer.json was altered" in capsys.readouterr().err
 
 
 def test_a_token_that_the_model_would_not_know_is_named(tmp_path) -> None:
@@ -322,14 +322,14 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch, capsys) -
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--vocab", "32k", "--tokenizer", "x"], "leave one out"),
-        (["--separator", "</s>"], "--separator is for a --tokenizer"),
+        (["--vocab", "32k", "--tokenizer", "x"], "leave out one of them"),
+        (["--separator", "</s>"], "--separator is only for a --tokenizer"),
         (["--streaming"], "no TEXT begins with hf:"),
         (["--vocab", "100"], "from 257 to"),
         (["--vocab", "many"], "from 257 to"),
         (["--vocab", "300.5"], "from 257 to"),
         (["--tokens", "0"], "from 1 to"),
-        (["--out", "texts/tokens"], "lies in texts"),
+        (["--out", "texts/tokens"], "is inside texts"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, monkeypatch, capsys, flags, said) -> None:

@@ -238,7 +238,7 @@ def test_the_text_may_lie_elsewhere_but_must_be_the_same(book: Path, tmp_path: P
     other.write_bytes(book.read_bytes().replace(b"fox", b"cat"))
     assert trainer.train(settings(copy)) == 0
     assert FakeLearner.made[0].told["trainer"] == FakeLearner.spec.trainer
-    with pytest.raises(SpecMismatch, match="another text"):
+    with pytest.raises(SpecMismatch, match="a different text"):
         trainer.train(settings(other))
 
 
