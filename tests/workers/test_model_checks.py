@@ -152,8 +152,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         tied_by_data,
         r"parameters table.weight and head.weight share memory|head.weight and table.weight",
     ),
-    "long name": (lambda: nn.ModuleDict({"n" * 513: nn.Linear(2, 2)}), "has a name of 520 characters, but at most 512 are allowed"),
-    "many dimensions": (lambda: parameter(torch.ones((1,) * 17)), "parameter p has 17 dimensions, but at most 16 are allowed"),
+    "long name": (lambda: nn.ModuleDict({"n" * 513: nn.Linear(2, 2)}), "has a name of 520 characters, but at most 512"),
+    "many dimensions": (lambda: parameter(torch.ones((1,) * 17)), "parameter p has 17 dimensions, but at most 16"),
     "frozen meta": (
         lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, device="meta").requires_grad_(False)}),
         "frozen parameter b.weight has no values here.*same_frozen=False",

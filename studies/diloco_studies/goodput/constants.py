@@ -49,7 +49,7 @@ class Constants(Site):
         le=1000,
         description="Exponent of the Weibull's distribution function; above 1, very short times are rare. Assumed",
     )
-    repair_trace: Path | None = Field(None, description="File with one repair time per line, in seconds, from which repair times are drawn")
+    repair_trace: Path | None = Field(None, description="File of repair times, in seconds, in lines to sample from")
     rack_mtbi: Span = Field(0.0, description="Mean time between failures of a whole rack; 0: none. Assumed")
     rack_chips: int = Field(256, ge=1, description="Chips per rack. Assumed")
     region_mtbi: Span = Field(0.0, description="Mean time between outages of a whole region; 0: none. Assumed")
