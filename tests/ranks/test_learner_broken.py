@@ -139,7 +139,7 @@ async def test_a_rank_that_is_asked_to_end_says_so_though_another_one_is_gone() 
             await asyncio.sleep(0.01)
         why = await asked(members[0])
         assert bus.said[0].startswith(why)
-        assert "rank 1 after step 25, rank 2 is gone" in bus.said[0]
+        assert "rank 1 after step 25, rank 2 has ended" in bus.said[0]
         assert members[1]._transport.reason.startswith(why)
         for one in members:
             one.task.cancel()
