@@ -39,7 +39,7 @@ def adapter_names(trained: Collection[str], kind: str) -> dict[str, str]:
     """
     if kind not in METHODS:
         raise UsageError(
-            f"peft_type {kind!r} is not supported here; only {', '.join(METHODS)} is. In the training program, call "
+            f"peft_type {kind!r} is not supported here ({', '.join(METHODS)} are). In the training program, call "
             "learner.load_globals() and then the model's save_pretrained() to write it"
         )
     found, adapters, strange = dict[str, str](), set[str](), []

@@ -286,7 +286,7 @@ def build(outcome: Outcome) -> Report:
 
 
 def _ratio(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.2f} of that before"
+    return "not measured" if value is None else f"{value:.2f} times the earlier rate"
 
 
 def _demo_lines(demo: dict[str, Any]) -> list[str]:

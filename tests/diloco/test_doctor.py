@@ -535,7 +535,7 @@ def test_a_port_without_tls_that_is_addressed_with_it_is_named(healthy: Embedded
     found = bad(findings)["Redis"]
     assert found.remedy == "use its TLS port, or redis://"
     assert "it does not speak TLS" in found.found
-    assert "nobody answers" not in found.found, "it does"
+    assert "no server answers" not in found.found, "it does"
     assert bad(look("--redis-url", f"redis://127.0.0.1:{healthy.port}")[1]) == {}
 
 

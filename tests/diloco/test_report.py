@@ -218,7 +218,7 @@ def test_the_demonstration_says_what_the_others_and_the_run_lost():
     assert built["demo"]["run_lost"]["not_merged_tokens_by_fragment"] == {"0": 20, "1": 20}
     text = summary(built)
     assert "b was killed at 40%" in text
-    assert "0.99 of that before" in text
+    assert "0.99 times the earlier rate" in text
     assert "none of them died" in text
     assert "20 of its 80 tokens" in text
 

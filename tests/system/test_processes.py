@@ -254,7 +254,7 @@ def test_a_stopped_run_ends_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
 
     spent = diloco("run", "--out", tmp_path / "third", "--resume", second.out)
     assert spent.returncode == 2
-    assert "give a larger one with --tokens" in spent.stderr
+    assert "pass a larger one with --tokens" in spent.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a killed launcher leaves ends on Linux only")
