@@ -137,7 +137,7 @@ class Session:
         """Check, when it is due, that the payloads that the head names are on the bus."""
         repair, loaded = self._state.repair, self._loaded
         if self._clock.now() >= repair.due_s:
-            loaded.head = await repair.look(loaded.head, loaded.fragment)
+            loaded.head = await repair.check(loaded.head, loaded.fragment)
 
     # --- headers ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Times of a syncer, in seconds: how often it looks, how long it waits, when it tries again. Pure."""
+"""Times of a syncer, in seconds: polls, waits, retries. Pure."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,9 @@ class SyncerTimes:
 
     # Beginning, and putting back.
     announced_s: float = 3.0  # syncers that are started together announce their checkpoints within this
-    trained_first_s: float = 60.0  # fresh parameters wait for trained ones that somebody says, perhaps falsely, to have
+    trained_first_s: float = (
+        60.0  # fresh parameters wait for a party that claims, perhaps falsely, to have trained ones
+    )
 
     # Checkpoints and the tape.
     checkpoint_again_s: float = 60.0  # a failed checkpoint is tried again, unless the usual interval is shorter
@@ -46,7 +48,9 @@ class SyncerTimes:
     http_connection_s: float = 20.0  # of a connection, though its client may not read the answer
     http_stream_s: float = 600.0  # of a stream of the page's events; the page then asks again
     http_write_s: float = 10.0  # of one write to a stream, until its client counts as gone
-    reading_s: float = 15.0  # an older reading is in no metric: Redis does not answer then, which other metrics tell
+    reading_s: float = (
+        15.0  # an older reading is left out of the metrics: Redis does not answer then, and other metrics show that
+    )
 
 
 TIMES = SyncerTimes()

@@ -1,4 +1,4 @@
-"""Times of a learner and its evaluators, in seconds: how often they look, how long they wait, what expires. Pure."""
+"""Times of a learner and its evaluators, in seconds: polls, waits, retries, lifetimes. Pure."""
 
 from dataclasses import dataclass
 

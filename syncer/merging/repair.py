@@ -44,7 +44,7 @@ class Repair:
         self.due_s = 0.0
         """When the next check is due."""
 
-    async def look(self, head: Head, fragment: FragmentState) -> Head:
+    async def check(self, head: Head, fragment: FragmentState) -> Head:
         """Check that the payloads that a head names are there, and publish them again if not; return the current head.
 
         Args:

@@ -356,5 +356,5 @@ def test_constants_are_checked_and_not_taken_from_the_environment(monkeypatch):
     with pytest.raises(ValidationError):
         Constants(mtbi="0s")
     for name, info in Constants.model_fields.items():
-        words = ("Paper", "alibrated", "Assumed", "arXiv", "Measured", "own", "drawn", "lines", "default")
+        words = ("Paper", "alibrated", "Assumed", "arXiv", "Measured", "own", "drawn", "lines")
         assert any(word in str(info.description) for word in words), f"{name} says not where it comes from"

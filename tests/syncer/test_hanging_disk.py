@@ -64,7 +64,7 @@ async def test_merges_go_on_without_their_recordings_and_are_recorded_again_once
     await world.until_version(max(await world.versions()) + 1, TIMES.disk_s + 10)
     await world.until_version(max(await world.versions()) + 5, 30)  # nobody waits for it again
     assert disk.held == 1
-    assert any("the recording has gaps" in one and "not answer" in one for one in await warnings(service))
+    assert any("the recording has gaps" in one and "still not answering" in one for one in await warnings(service))
     disk.answers.set()
     await world.until_version(max(await world.versions()) + 3)
     await end(*party)
@@ -88,7 +88,7 @@ async def test_a_tape_that_cannot_be_archived_for_now_is_told_and_archived_later
     await world.until_version(max(await world.versions()) + 5, 30)
     await asyncio.sleep(TIMES.disk_s - 20)
     assert disk.held == 1
-    assert any("cannot be archived" in one and "not answer" in one for one in await warnings(service))
+    assert any("cannot be archived" in one and "still not answering" in one for one in await warnings(service))
     disk.answers.set()
     await asyncio.sleep(5.0)
     assert await warnings(service) == []

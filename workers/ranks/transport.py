@@ -120,24 +120,17 @@ def accept_calls(listener: socket.socket, rank: int, ranks: int, token: bytes) -
                     missing = sorted({*range(rank + 1, ranks)} - connections.keys())
                     raise RankGone(f"ranks {missing} of this learner have not connected to rank {rank}")
                 for key, _ in selector.select(left_s):
-                    if key.fileobj is listener:
+                    caller = key.data
+                    if caller is None:
                         with suppress(OSError):  # the caller has hung up
-                            connection, _ = listener.accept()
-                            connection.setblocking(False)
-                            hellos[connection] = b""
-                            selector.register(connection, selectors.EVENT_READ)
-                            if len(hellos) > MAX_CALLERS:  # strangers; a rank's hello is there at once
-                                _drop(next(iter(hellos)), hellos, selector)
-                        continue
-                    caller = next((one for one in hellos if one is key.fileobj), None)
-                    if caller is None or (other := _heard(caller, hellos, token)) is None:
-                        continue
-                    if rank < other < ranks and other not in connections:
+                            _accept(listener, hellos, selector)
+                    elif caller in hellos and (other := _heard(caller, hellos, token)) is not None:
                         selector.unregister(caller)
                         del hellos[caller]
-                        connections[other] = _prepared(opened.enter_context(caller))
-                    else:
-                        _drop(caller, hellos, selector)
+                        if rank < other < ranks and other not in connections:
+                            connections[other] = _prepared(opened.enter_context(caller))
+                        else:
+                            caller.close()
         finally:
             for caller in hellos:
                 caller.close()
@@ -145,10 +138,17 @@ def accept_calls(listener: socket.socket, rank: int, ranks: int, token: bytes) -
     return connections
 
 
-def _drop(caller: socket.socket, hellos: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
-    del hellos[caller]
-    selector.unregister(caller)
-    caller.close()
+def _accept(listener: socket.socket, hellos: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
+    """Accept a caller; the oldest of too many is dropped, a stranger, since a rank's hello is there at once."""
+    caller, _ = listener.accept()
+    caller.setblocking(False)
+    hellos[caller] = b""
+    selector.register(caller, selectors.EVENT_READ, caller)
+    if len(hellos) > MAX_CALLERS:
+        oldest = next(iter(hellos))
+        selector.unregister(oldest)
+        del hellos[oldest]
+        oldest.close()
 
 
 def _heard(caller: socket.socket, hellos: dict[socket.socket, bytes], token: bytes) -> int | None:

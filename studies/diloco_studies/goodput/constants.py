@@ -93,7 +93,7 @@ class Constants(Site):
         USUAL["grace_gamma"],
         ge=0,
         lt=1,
-        description="Share of the slack spent on the grace; 0: none. The syncer's default",
+        description="Share of the slack spent on the grace; 0: none. The syncer's own default",
     )
     outer: OuterName = Field(
         PAPER["outer"],
@@ -103,7 +103,7 @@ class Constants(Site):
     liveness: Span = Field(
         USUAL["liveness_s"],
         gt=0,
-        description="Merges do not wait for a learner that is silent for this long. The syncer's default",
+        description="Merges do not wait for a learner that is silent for this long. The syncer's own default",
     )
 
     # --- the network between learners and syncers
@@ -112,7 +112,7 @@ class Constants(Site):
         8 * GLOBALS[USUAL["global_codec"]].pulled,
         ge=1,
         le=32,
-        description="Bits per element of a global that learners pull. A run's default",
+        description="Bits per element of a global that learners pull. A run's own default",
     )
     link_trace: Path | None = Field(
         None, description="File of lines `second bits_per_second latency_s`, each valid until the next; 0 bit/s: outage"
