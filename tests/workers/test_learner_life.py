@@ -409,7 +409,7 @@ def test_the_command_says_that_an_id_is_taken_in_one_line(
         thread.join()
     lines = [line for line in capfd.readouterr().err.splitlines() if "l0" in line]
     assert lines[-1].startswith(
-        "error: another process is learner 'l0' already (incarnation 00000000 on host other-host, "
+        "error: another process is already learner 'l0' (incarnation 00000000 on host other-host, "
     )
     assert "Traceback" not in "".join(lines)
 
