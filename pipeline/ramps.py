@@ -49,7 +49,7 @@ def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
         sync: tau, `stretch`, and the settings that `interval_at` needs.
         version: version of the base.
         round_trip: length of a round trip in steps, including the step at which a learner adopts the global
-            (`syncer.durations.RoundTrips`).
+            (`syncer.grace.RoundTrips`).
     """
     planned = interval_at(sync, version)
     return lengthened(planned, sync.sync_interval, sync.overlap_steps, round_trip) if sync.stretch else planned

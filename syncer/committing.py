@@ -26,7 +26,7 @@ from diloco.pipeline.transfer.globals import GrowingGlobal, Kind, key_of, publis
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
 from diloco.syncer.context import RandomHex, SyncerContext
-from diloco.syncer.durations import LastMerges
+from diloco.syncer.grace import LastMerges
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
 from diloco.syncer.merging.merge import Contributions, Sum
 from diloco.syncer.metrics import Metrics

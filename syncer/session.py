@@ -23,8 +23,7 @@ from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Held, Offe
 from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.downloads import Arrivals, Downloads, UploadEstimator
-from diloco.syncer.durations import LastMerges, RoundTrips
-from diloco.syncer.grace import GraceEstimator, MergedTimes, grace_covers_step
+from diloco.syncer.grace import GraceEstimator, LastMerges, MergedTimes, RoundTrips, grace_covers_step
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.repair import Repair
 from diloco.syncer.refusals import Refusals

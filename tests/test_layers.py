@@ -112,7 +112,6 @@ PURE = (
     "syncer/admission.py",
     "syncer/algorithm.py",
     "syncer/checkpoints/manifest.py",
-    "syncer/durations.py",
     "syncer/grace.py",
     "syncer/serving/sharing.py",
     "syncer/membership.py",

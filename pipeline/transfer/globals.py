@@ -6,15 +6,24 @@ global_codec   global               rest                     momentum
 fp32           the values           none                     the outer optimizer's, fp32; none for all zeros
 bf16           the rounded values   what rounding removed    the same
 
-The two bf16 payloads are the halves of `halves`. Learners train from the rounded values. These are also the base that
-deltas are measured from, so a delta contains what was trained and no rounding error. Parties that keep the values
-(syncers, checkpoints, the evaluator) read both halves and have them bit for bit: deltas are added to values that were
-never rounded, so no error accumulates.
+Learners train from the rounded values. These are also the base that deltas are measured from, so a delta contains what
+was trained and no rounding error. Parties that keep the values (syncers, checkpoints, the evaluator) read both payloads
+and have them bit for bit: deltas are added to values that were never rounded, so no error accumulates.
+
+The two are halves of 16 bits, in as many bytes as the float32 vector:
+
+    high   bfloat16: the values rounded to nearest, ties away from zero
+    low    the lower 16 bits of the float32
+
+As integers, bits = (high << 16) + low modulo 2^32, with low as a signed number, -32768..32767. Ties are not rounded to
+even: then the tie above an even number and the one below it would both become that number, which makes 65537 floats,
+one more than 16 bits can tell apart. Values from 3.396e38 on, which are finite in float32, round to infinity.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -24,18 +33,84 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, chunk_count, do_nothing, payload_digest
-from diloco.pipeline.transfer.halves import Halves, complete, split, widened
 from diloco.pipeline.transfer.payloads import Offload, pull, push_payload
 
 Float32 = npt.NDArray[np.float32]
+Half = npt.NDArray[np.uint16]
 Kind = Literal["global", "rest", "momentum"]
+
+# Elements processed at a time, such that intermediate arrays stay in the cache.
+BLOCK = 128 * 1024
+# Bytes per element in either half.
+ITEM = 2
+
+_BITS = np.uint32(16)
+_HALF = np.uint32(0x8000)
 
 
 def key_of(keys: RunKeys, kind: Kind, fragment: int, version: int, nonce: str) -> str:
     """Return the key of a version's payload."""
     key: str = getattr(keys, f"{kind}_payload")(fragment, version, nonce)
     return key
+
+
+# --- halves of 16 bits -------------------------------------------------------------------------------
+
+
+def split(values: Float32, high: Half, low: Half) -> None:
+    """Split `values` into both halves; all three are (elements,)."""
+    scratch = np.empty(min(BLOCK, len(values)), np.uint32)
+    for start in range(0, len(values), BLOCK):
+        piece = slice(start, start + BLOCK)
+        bits = values[piece].view(np.uint32)
+        rounded = scratch[: len(bits)]
+        np.add(bits, _HALF, out=rounded)
+        np.right_shift(rounded, _BITS, out=rounded)
+        np.copyto(high[piece], rounded, casting="unsafe")
+        np.copyto(low[piece], bits, casting="unsafe")  # modulo 2^16
+
+
+def widened(high: npt.NDArray[np.generic]) -> Float32:
+    """Return the rounded values (elements,) from the high half, which has 16 bits per element."""
+    values = pooled(len(high), np.float32)
+    for start in range(0, len(high), BLOCK):
+        piece = slice(start, start + BLOCK)
+        np.copyto(values[piece], high[piece].view(ml_dtypes.bfloat16))
+    return values
+
+
+def complete(values: Float32, low: npt.NDArray[np.generic]) -> None:
+    """Restore in place the exact values (elements,) from rounded ones that `widened` returned.
+
+    low: (elements,) of 16 bits each.
+    """
+    signed = np.empty(min(BLOCK, len(values)), np.int32)
+    for start in range(0, len(values), BLOCK):
+        piece = slice(start, start + BLOCK)
+        bits = values[piece].view(np.uint32)
+        np.copyto(signed[: len(bits)], low[piece].view(np.int16))
+        np.add(bits, signed[: len(bits)].view(np.uint32), out=bits)
+
+
+class Halves:
+    """Both halves of a vector that is written from front to back, as payloads."""
+
+    def __init__(self, elements: int, chunk_bytes: int, grown: Grown = do_nothing) -> None:
+        """Allocate both halves; `grown` is called as in `Payload`."""
+        self._high, self._low = pooled(elements, np.uint16), pooled(elements, np.uint16)
+        self._done = 0
+        self.high = Payload(as_bytes(self._high), chunk_bytes, grown)
+        self.low = Payload(as_bytes(self._low), chunk_bytes, grown)
+
+    def grow_to(self, values: Float32, stop: int) -> None:
+        """Declare all of `values` (elements,) before `stop` final."""
+        piece = slice(self._done, stop)
+        split(values[piece], self._high[piece], self._low[piece])
+        self._done = stop
+        self.high.grow_to(ITEM * stop)
+        self.low.grow_to(ITEM * stop)
 
 
 # --- publishing --------------------------------------------------------------------------------------
@@ -107,18 +182,13 @@ async def push_global(
     `nonce` is part of the keys: a repeated upload with the same nonce must have the same values. `momentum` is
     (elements,); None means zeros.
     """
-    arrays: dict[Kind, npt.NDArray[Any]] = {"global": values}
-    if sync.global_codec == "bf16":
-        arrays["global"], arrays["rest"] = (np.empty(len(values), np.uint16) for _ in range(2))
-        await offload(split, values, arrays["global"], arrays["rest"])
-    if momentum is not None:
-        arrays["momentum"] = momentum
-    payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in arrays.items()}
+    growing = GrowingGlobal(values, momentum, sync)
+    await offload(growing.grow_to, len(values))
     staged = dict[Kind, Staged]()
-    for kind, payload in payloads.items():
+    for kind, payload in growing.payloads.items():
         key = key_of(bus.keys, kind, fragment, version, nonce)
         staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s)
-    return published(staged, payloads)
+    return published(staged, growing.payloads)
 
 
 # --- reading -----------------------------------------------------------------------------------------

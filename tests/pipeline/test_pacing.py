@@ -5,7 +5,7 @@ import pytest
 from diloco.pipeline.needs import INTERVALS
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.pacing import Pace, long_rounds, merge_share, min_step_s, outer_budget, slow_merges
-from diloco.syncer.durations import LastMerges
+from diloco.syncer.grace import LastMerges
 from tests import samples
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.payload import quantize
-from diloco.syncer.merging.cosine import SAMPLE, SAMPLES, STRETCH, cosines
+from diloco.syncer.merging.fragment import SAMPLE, SAMPLES, STRETCH, cosines
 
 ELEMENTS = 4000
 

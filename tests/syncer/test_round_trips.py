@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from diloco.pipeline.ramps import LONGEST, interval_at, interval_in_force, overlap_in_force, stretched
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.view.status_reader import read_status
-from diloco.syncer.durations import RoundTrips
+from diloco.syncer.grace import RoundTrips
 from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 

@@ -26,8 +26,7 @@ from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.site import outer_operations
 from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Offer, Refused, Suspects
 from diloco.syncer.downloads import UploadEstimator
-from diloco.syncer.durations import RoundTrips
-from diloco.syncer.grace import GraceEstimator, MergedTimes, grace_covers_step
+from diloco.syncer.grace import GraceEstimator, MergedTimes, RoundTrips, grace_covers_step
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
 from diloco.workers.rounds import renewed_after

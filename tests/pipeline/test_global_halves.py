@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
-from diloco.pipeline.transfer.halves import BLOCK, Halves, complete, split, widened
+from diloco.pipeline.transfer.globals import BLOCK, Halves, complete, split, widened
 from tests.world import reference
 
 
