@@ -23,7 +23,7 @@ from diloco.pipeline.pacing import min_step_s
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
-from diloco.pipeline.settings import SyncerProcess, SyncSettings, groups_on
+from diloco.pipeline.settings import SyncerProcess, SyncSettings, check_outer, groups_on
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.checkpoints.loading import Checkpoint, load_checkpoint, newest_of_run
 from diloco.syncer.checkpoints.places import place_of
@@ -152,9 +152,10 @@ class Start:
         """Apply the settings' method.
 
         Raises:
-            UsageError: see `SyncSettings.with_method`.
+            UsageError: see `SyncSettings.with_method` and `check_outer`.
         """
         self.settings = self.settings.with_method()
+        check_outer(self.settings)
 
     async def spec(self) -> Spec | None:
         """Return the run's spec: a checkpoint's, the one on the bus, or the first learner's, which it waits for.

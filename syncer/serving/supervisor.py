@@ -33,10 +33,7 @@ from diloco.syncer.serving.retrying import retrying
 from diloco.syncer.serving.start import BusWarnings
 from diloco.syncer.times import TIMES
 
-BUS_LOOK_S = 5.0
 SILENT = "it was killed, it lost its connection to Redis, or its machine hangs; merges do not wait for it"
-# Age of the tape's oldest entries on the bus if the lead does not archive the tape.
-TAPE_KEPT_S = 600.0
 
 
 class Serving:

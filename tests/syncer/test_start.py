@@ -677,3 +677,12 @@ async def test_a_finished_runs_start_is_no_error_and_a_stopped_ones_is_tried_aga
     await world.stop_syncer()
     assert service.status_at_exit == AGAIN_STATUS
     await killed_all(world, party)
+
+
+@in_virtual_time
+async def test_a_syncer_refuses_an_outer_step_that_cannot_be_taken_before_any_learner_comes() -> None:
+    world = VirtualRun(sync_spec())
+    world.start_syncer(outer_momentum=0.0)
+    with pytest.raises(UsageError, match="needs an outer momentum above 0"):
+        async with asyncio.timeout(60):
+            await world.syncer
