@@ -113,7 +113,7 @@ def check_there(status: Status, agreed: bool) -> None:
         DilocoError: this Redis has nothing of that run.
     """
     if not (agreed or status["syncers"] or status["learners"] or status["phase"] != "waiting"):
-        raise DilocoError(f"this Redis has no run {status['run']!r}: check --run")
+        raise DilocoError(f"this Redis has no run {status['run']!r}: nothing of it has started yet, or check --run")
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def as_text(record: TapeRecord, start_unix_s: float) -> str:
     match record:
         case Committed():
             parts = ", ".join(
-                f"{c.learner} {c.tokens} tokens ({c.weight:.2f}{', rebased' if c.rebased else ''}"
+                f"{c.learner} {c.tokens} tokens in {c.steps} steps ({c.weight:.2f}{', rebased' if c.rebased else ''}"
                 f"{f', cut to {c.factor:.2f} of its length' if c.factor < 1 else ''})"
                 for c in record.contributions
             )

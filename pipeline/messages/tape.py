@@ -59,7 +59,7 @@ class Contribution(Message):
     factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Factor that scaled the delta; below 1 if it was much longer than the window's others (`SyncSpec.delta_clip`)."""
     cosine: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """Cosine with the window's other deltas (`syncer.merging.cosine`); None if there were none."""
+    """Cosine with the window's other deltas (`syncer.merging.fragment.cosines`); None if there were none."""
 
 
 class Committed(Message):

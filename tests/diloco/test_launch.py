@@ -551,7 +551,7 @@ def test_a_run_that_is_not_there_is_told_from_one_that_waits(tmp_path, redis_ser
     """A syncer that waits for its first learner says that it is here; of any other name nothing is on this Redis."""
     name = f"waits-{tmp_path.name}"
     assert cli.main(["status", "--redis-url", redis_server, "--run", name]) == 1
-    assert f"this Redis has no run '{name}': check --run" in capsys.readouterr().err
+    assert f"this Redis has no run '{name}': nothing of it has started yet, or check --run" in capsys.readouterr().err
     ask = ["status", "--json", "--redis-url", redis_server, "--run", name]
     with a_syncer(redis_server, name):
         wait_for(lambda: cli.main(ask) == 0)

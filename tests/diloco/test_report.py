@@ -375,7 +375,7 @@ def test_a_record_cut_short_is_left_out_and_a_damaged_one_refused(tmp_path):
 def test_tape_records_read_as_text_and_as_json():
     texts = [as_text(record, 1.0) for record in RECORDS]
     assert "attempt 0: opened" in texts[0]
-    assert "merged to version 1: a 10 tokens" in texts[1]
+    assert "merged to version 1: a 10 tokens in 4 steps" in texts[1]
     assert "rejected a delta of b" in texts[2]
     assert "too_stale, 5 tokens lost" in texts[2]
     assert "rewound from version 1 to 0" in texts[3]
