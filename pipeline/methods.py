@@ -59,6 +59,9 @@ METHODS: dict[str, Method] = {
     "data-parallel": Method("baseline: gradients are averaged at every step"),
 }
 
+# Defaults that differ with outer=nesterov (docs/results/quality.md).
+NESTEROV = {"outer_momentum": 0.5, "outer_warmup": 24}
+
 
 def settings_of(method: str, learners: int | None, tensors: int | None = None) -> dict[str, Any]:
     """Return the settings that a method stands for in a run.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from diloco.pipeline.messages.wire import Codec, OuterName
+from diloco.pipeline.methods import NESTEROV
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS
 from diloco.pipeline.party_memory import (
     CHECKPOINT_BYTES,
@@ -60,8 +61,6 @@ REDIS_MEMORY_BYTES, SYNCER_MEMORY_BYTES = 256e9, 512e9
 SYNCER_BYTES_PER_S = 100e9 / 8
 # Core seconds per parameter and round for a learner's exchange. Measured at 100M (docs/results/performance.md).
 LEARNER_S = 3.4e-9
-# Settings that go with that outer optimizer and differ from the defaults (docs/results/quality.md).
-OF_NESTEROV = {"outer_momentum": 0.5, "outer_warmup": 24}
 
 
 def busiest_share(fragments: int, ranks: int) -> float:
@@ -393,7 +392,7 @@ def needs_of(
             **{"fragments": pace.fragments, "sync_interval": pace.interval, "overlap_steps": overlap_steps},
             **{"codec": pace.codec, "global_codec": pace.global_codec, "grace_gamma": USUAL["grace_gamma"]},
             **{"outer": outer, **{name: USUAL[name] for name in OUTER_SETTINGS}},
-            **(OF_NESTEROV if outer == "nesterov" else {}),
+            **(NESTEROV if outer == "nesterov" else {}),
         },
         why=pace.why | why,
         warnings=warnings,

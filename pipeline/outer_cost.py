@@ -27,8 +27,7 @@ class Speed(NamedTuple):
 
 # The advice for an outer step that takes too long, with the quality that it costs.
 CHEAPER = (
-    "--outer nesterov --outer-momentum 0.5, and outer_warmup = 24, which multiplies no matrices, but ended with 4 to "
-    "5 % higher held-out loss (docs/results/quality.md)"
+    "--outer nesterov, which multiplies no matrices, but ended with 5 % higher held-out loss (docs/results/quality.md)"
 )
 
 

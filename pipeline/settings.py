@@ -29,7 +29,7 @@ from diloco.pipeline.messages.wire import (
     PartyName,
     WeightsName,
 )
-from diloco.pipeline.methods import SyncMethod, settings_of
+from diloco.pipeline.methods import NESTEROV, SyncMethod, settings_of
 from diloco.pipeline.sources import ENV_PREFIX, given_outside, meant, place_in, read_file
 from diloco.pipeline.tls import OPTIONS, with_tls
 from diloco.pipeline.units import parse_duration, parse_whole
@@ -193,14 +193,14 @@ class SyncSettings(Settings):
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(
-        0.7, ge=0, lt=1, description="Outer Nesterov momentum (with outer=nesterov, 0.5 is better)"
+        0.7, ge=0, lt=1, description="Outer Nesterov momentum; with outer=nesterov the default is 0.5"
     )
     outer_warmup: int = expert(
         6,
         ge=0,
         le=10**6,
         description="Outer steps at the start of each fragment that only average (rate 1, no momentum); with "
-        "outer=nesterov, 24 are better",
+        "outer=nesterov the default is 24",
     )
     first_interval: int = expert(
         2,
@@ -233,8 +233,8 @@ class SyncSettings(Settings):
     def with_method(self, learners: int | None = None, tensors: int | None = None) -> Self:
         """Return a copy in which the method's values replace defaults; they count as given then.
 
-        The exception is the number of fragments: the model may have too few tensors for it, so it does not count as
-        given.
+        The number of fragments does not count as given, since the model may have too few tensors for it. Nor do the
+        defaults that differ with outer=nesterov, where neither the method nor anybody else sets these fields.
 
         Args:
             learners: number of learners of the run; None: where a method has all in each merge, the quorum says how
@@ -250,6 +250,11 @@ class SyncSettings(Settings):
         settled = self.model_copy(update={name: value for name, value in meant.items() if name not in told})
         if "fragments" not in told:
             settled.model_fields_set.discard("fragments")
+        if settled.outer != "nesterov":
+            return settled
+        of_nesterov = {name: value for name, value in NESTEROV.items() if name not in settled.model_fields_set}
+        settled = settled.model_copy(update=of_nesterov)
+        settled.model_fields_set.difference_update(of_nesterov)
         return settled
 
 

@@ -32,7 +32,7 @@ from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.methods import METHODS
-from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
+from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, SyncSettings, load
 from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.pipeline.view.status import build_status
 from diloco.status import _RunInfo
@@ -359,6 +359,21 @@ def test_a_method_sets_what_was_not_given():
     assert (asked.fragments, asked.quorum, asked.grace_gamma) == (8, 2, 0.0)
     assert (asked.outer_lr, asked.outer_momentum, asked.outer_warmup, asked.first_interval) == (0.4, 0.9, 0, 0)
     assert with_preset(RunProcess()) == RunProcess()
+
+
+def test_nesterov_brings_its_own_momentum_and_warm_up() -> None:
+    def chosen(**given: Any) -> tuple[float, float, int]:
+        sync = SyncSettings(**given).with_method(learners=3)
+        return sync.outer_lr, sync.outer_momentum, sync.outer_warmup
+
+    assert chosen() == (1.0, 0.7, 6)
+    assert chosen(outer="nesterov") == (1.0, 0.5, 24)
+    assert chosen(outer="nesterov", outer_momentum=0.7) == (1.0, 0.7, 24)
+    assert chosen(method="paper") == chosen(method="paper", outer="nesterov") == (0.7, 0.9, 0)
+    assert chosen(method="paper", outer="halley") == (0.7, 0.9, 0)
+    once = SyncSettings(outer="nesterov").with_method()
+    assert once.model_fields_set == {"outer"}, "a party that was given only the optimizer asks for nothing else"
+    assert once.with_method() == once
 
 
 def test_methods_mean_in_a_run_what_they_mean_in_the_lab():
