@@ -1,10 +1,8 @@
 """The layout of a model: which tensor is in which fragment, and where in the fragment's flat vector it lies. Pure.
 
 Balanced tensor fragmentation (paper, fragments) assigns whole tensors, largest first, each to the fragment that is
-smallest so far (LPT, peak within 4/3 of the optimum). Where an embedding is too large for that, tensors that are merged
-by rows are split over several fragments, which fills all fragments to one level (our addition). Average-only tensors (a
-model's buffers) have the last fragment to themselves: tensors that are never quantized or accelerated share no payload
-with tensors that are.
+smallest so far (LPT, peak within 4/3 of the optimum). Tensors that are merged by rows and too large for that are cut
+(our addition, docs/explanation/merge.md). Average-only tensors (buffers) have the last fragment to themselves.
 """
 
 import math

@@ -1,9 +1,7 @@
 """Checks whether merges keep up with the learners, and suggests remedies if they do not. Pure.
 
-A learner trains H steps on a base, publishes a delta, and adopts the new global once it is merged. What it trains in
-between is overwritten: with a round of H steps and a merge of m steps, the share m / (H + m) is lost. Therefore a merge
-may take `ROOM` of a round of H steps, or the tau steps that the run plans with if these are more; but never longer than
-the planned interval, which is shorter while it grows.
+What a learner trains while its delta is merged is overwritten. Therefore a merge may take `ROOM` of a round of H steps,
+or the tau steps that the run plans with if these are more; but never longer than the planned interval.
 """
 
 import math

@@ -73,10 +73,10 @@ class InitialVersions:
         whole = await push_global(
             self._bus, layout.id, 0, upload.nonce, values, sync, BUS_TIMES.staged_ttl_s, self._offload
         )
-        record = Committed.installed(
-            layout.id,
-            0,
-            payload.digest,
+        record = Committed(
+            fragment=layout.id,
+            version=0,
+            digest=payload.digest,
             reason=f"initial parameters of {upload.learner}",
             syncer=self._context.name,
             unix_s=self._context.clock.unix(),

@@ -85,8 +85,14 @@ EXAMPLES: dict[type[Message], Message] = {
         ClaimedShard(entry_id="1-0", shard=SHARD, position=3),
         ShardQueue(epochs=1, open=((SHARD, 3),)),
         CONTRIBUTION,
-        Committed.installed(0, 1, bytes(16), reason="", syncer="s", unix_s=1.0).model_copy(
-            update={"contributions": (CONTRIBUTION, CONTRIBUTION)}
+        Committed(
+            fragment=0,
+            version=1,
+            digest=bytes(16),
+            contributions=(CONTRIBUTION, CONTRIBUTION),
+            reason="",
+            syncer="s",
+            unix_s=1.0,
         ),
         samples.rejected(),
         WindowChanged(fragment=1, version=2, attempt=0, reason="open", unix_s=1.0),

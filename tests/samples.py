@@ -171,22 +171,8 @@ def header(learner: str = "l0", **given: Any) -> DeltaHeader:
 
 def committed(**given: Any) -> Committed:
     """A record of the tape: version 0 of fragment 0, merged of nothing, unless told otherwise."""
-    values: dict[str, Any] = {
-        "fragment": 0,
-        "version": 0,
-        "digest": bytes(16),
-        "base_digest": None,
-        "contributions": (),
-        "reason": "test",
-        "norm": 0.0,
-        "quorum_s": 0.0,
-        "grace_s": 0.0,
-        "upload_s": 0.0,
-        "merge_s": 0.0,
-        "syncer": "s",
-        "unix_s": 0.0,
-    }
-    return Committed(**{**values, **given})
+    values: dict[str, Any] = {"fragment": 0, "version": 0, "digest": bytes(16), "reason": "test", "syncer": "s"}
+    return Committed(**{**values, "unix_s": 0.0, **given})
 
 
 def contribution(learner: str = "l0", **given: Any) -> Contribution:

@@ -1,14 +1,10 @@
 """A pool for large arrays, whose memory is reused as soon as nothing refers to them.
 
-Fresh memory costs as much as the work done in it, because the kernel clears each page when it is first touched. A
-fragment uses arrays of a few sizes over and over, so each round can reuse what the previous one left. There is no call
-to return memory: an array's memory is free once the array and all views of it are gone. The pool holds at most a
-quarter more than was ever in use at once: before it makes new memory, it releases free memory, oldest first. Memory
-that was unused for a minute goes back to the kernel, one piece with each request. (A syncer that serves all fragments
-for a while, because another one died, needs more at once than it ever does afterwards.)
-
-Fragments differ a little in size, so each array gets address space for one that is a quarter larger. Only pages that
-were touched take memory.
+Fresh memory costs as much as the work done in it, because the kernel clears each page when it is first touched. There
+is no call to return memory: an array's memory is free once the array and all views of it are gone. The pool holds at
+most a quarter more than was ever in use at once, and memory that was unused for a minute goes back to the kernel, one
+piece with each request. Fragments differ a little in size, so each array gets address space for one that is a quarter
+larger; only pages that were touched take memory.
 """
 
 import mmap

@@ -3,19 +3,14 @@
     int8   -127..127 times the scale; the error of an element is at most 0.4 % of its block's largest
     int4   -7..7 times the scale, two per byte; at most 7.2 %
 
-A block has `BLOCK` elements; the last one is padded with zeros. With 256 elements per block, the scales add 0.8 %
-(int8) or 1.6 % (int4). Half the block would double that, and in twice the block one large element would silence twice
-as many others. A scale in bfloat16 has float32's range in half of its bytes. It is rounded *up*, which keeps the
-largest element within the codes, so nothing is ever clipped.
+A block has `BLOCK` elements; the last one is padded with zeros. In half the block the scales would take twice the
+bytes; in twice the block one large element would silence twice as many others. The bfloat16 scale is rounded *up*, so
+nothing is clipped. On the wire each `GROUP` of elements is stored together, first the scales of its blocks, then the
+codes, so that the first elements can be decoded before the last ones arrive.
 
-On the wire each `GROUP` of elements is stored together: first the scales of its blocks, in bfloat16, then the codes. So
-the first bytes are final once the first elements are known, and can be decoded before the last ones arrive; and the
-size depends only on the number of elements.
-
-Rounding is to nearest, ties to even: equal arrays give equal bytes. A block whose largest element is below
-`MIN_ABSMAX` is coded as zero, which keeps subnormal numbers out. A block with an element that is not finite gets a
-scale that is not finite, so that the decoder can see it. All operations are elementwise in float32, so the decoded
-values are the same on every machine.
+Rounding is to nearest, ties to even. A block whose largest element is below `MIN_ABSMAX` is coded as zero, which keeps
+subnormal numbers out; one with an element that is not finite gets such a scale, which the decoder sees. All operations
+are elementwise in float32, so the decoded values are the same on every machine (docs/explanation/formats.md).
 """
 
 from typing import Any, Final, Literal

@@ -1,10 +1,7 @@
-"""Ctrl-C while a command's modules are imported, which is most of its first second: the process ends at once.
+"""Ctrl-C while a command's modules are imported, or while the interpreter shuts down after it: it ends at once.
 
-Nothing has begun by then, so nothing is lost. KeyboardInterrupt would instead show up as an import's traceback, or a
-library might catch it and conclude that an optional part of it is missing.
-
-The module also covers Ctrl-C after a command has finished, while the interpreter shuts down: it must not change the
-exit status.
+Nothing has begun, or all is done. KeyboardInterrupt would show up as an import's traceback, change the exit status, or
+make a library conclude that an optional part of it is missing.
 """
 
 import os

@@ -1,11 +1,8 @@
 """How processes end: in two phases on signals, and together with the process that started them.
 
-The first signal requests an orderly end, the second one ends the process at once. A handler never raises into the code
-that it interrupts: it sets an event that the service waits on.
-
-SIGHUP (a closed terminal or a lost ssh connection) also requests the orderly end, unless it is ignored (`nohup`). It
-usually comes twice, from the kernel and from the shell, and a session manager sends SIGTERM as well. Therefore SIGHUP
-never counts as the signal that ends a process at once.
+The first signal requests an orderly end, the second one ends the process at once. A handler sets an event that the
+service waits on. SIGHUP (a closed terminal) also requests the orderly end, unless it is ignored (`nohup`), but never
+ends a process at once: it usually comes twice, and with SIGTERM from a session manager.
 
 `python -P signals.py PID PROGRAM ...` runs a program that ends with its parent, process PID.
 """

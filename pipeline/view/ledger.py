@@ -1,21 +1,12 @@
 """The token ledger: whether each trained token was merged, overwritten, rejected, died, or is pending. Pure.
 
-The unit is token-elements (tokens times the elements of the fragment they trained), because a delta carries one
-fragment only; reports divide by the model's elements at the end. For one incarnation of a learner:
+The unit is token-elements, and the balance is for one incarnation of a learner (docs/explanation/ledger.md):
 
     trained   = overwritten + published + unpublished
     published = merged + rejected + offered + missing
 
-`trained`, `overwritten` and `published` are from its last report; `merged` and `rejected` are from the tape; `offered`
-are the headers still on the streams. The remainders of the two lines, `unpublished` and `missing`, are explained as:
-
-    rejected     as on the tape; and `missing`, if there were too many refusals for the tape to list
-    pending      offered; and the remainders of a live learner, which it may still publish
-    died         lost with a learner that was killed, or with the last second of a bus that came back without it
-    unaccounted  anything else: more published than trained, more merged than published, or a remainder of a learner
-                 that left in order while no fault lost anything. It means a bug: without one it is 0.
-
-Only the surviving history counts: a merge that the bus lost, whether it was repeated or not, does not count as merged.
+The two remainders, `unpublished` and `missing`, are explained: as pending, if their learner lives; as died; as
+rejected, if there were too many refusals for the tape to list; else they are `unaccounted`, which means a bug.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

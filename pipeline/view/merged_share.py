@@ -1,16 +1,11 @@
-"""The merged share: how much of what the learners train gets into the global. Pure.
+"""The merged share: how much of what the learners train gets into the global. Pure (docs/explanation/ledger.md).
 
     since the start   merged / trained tokens of the whole run, including earlier parts of a resumed one
-    recent            the same for the last five minutes (`RECENT_S`): growth of merged / growth of trained
+    recent            the same for the last five minutes (`RECENT_S`), from samples that the lead writes; at most 1
     pending           pending / trained tokens: what may still be merged (`status`)
 
-Tokens are tokens of the whole model: a fragment counts by its share of it. What was trained a moment ago is pending, so
-in the first minutes of a run merged / trained is low even if all goes well; `pending` then says how much may still
-come. The recent share needs no such correction, because about as much is pending at its end as at its beginning. It is
-at most 1, even if the period merges what was trained before it.
-
-The lead syncer writes a sample (Unix time, trained, merged) to the run's state every `SAMPLE_S`. So any reader of the
-state and the heads can compute the recent share, whichever syncer leads, or if none does.
+Tokens are tokens of the whole model. Early in a run merged / trained is low even if all goes well, because what was
+trained a moment ago is pending. The recent share has about as much pending at its end as at its beginning.
 """
 
 from collections.abc import Sequence

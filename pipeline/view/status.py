@@ -1,11 +1,8 @@
 """A run's status (`Status`, JSON-able) for `diloco status`, the HTTP endpoint, the display and the report. Pure.
 
-`status_reader` reads the input from the bus. Tokens are accounted for over the whole model: tokens = merged +
-overwritten + rejected + died + pending. The first three are counted where they happen; the rest is training that was
-not merged. What a silent learner had not published "died" with it. Whether something that was published and not merged
-was lost cannot be told without the tape. So as long as the run continues it is "pending", like everything that a live
-learner may still publish. Once the run is finished nothing more can come, and the rest "died" (or was lost before this
-part of a resumed run began). The report reads the tape, and is exact (`pipeline.view.ledger`).
+`status_reader` reads the input from the bus. Tokens = merged + overwritten + rejected + died + pending, over the whole
+model. Whether something that was published and not merged was lost cannot be told without the tape, which only the
+report reads (`pipeline.view.ledger`): it is "pending" as long as the run continues, and "died" once it is finished.
 """
 
 from collections import Counter

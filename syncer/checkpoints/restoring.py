@@ -143,10 +143,10 @@ async def _restore_fragment(
     published = await push_global(bus, *at, theta, sync, BUS_TIMES.staged_ttl_s, offload, kept)
     digest = await offload(payload_digest, as_bytes(theta), sync.chunk_bytes)
     reason = f"restored from {checkpoint.folder_name}"
-    record = Committed.installed(
-        p,
-        saved.version,
-        digest,
+    record = Committed(
+        fragment=p,
+        version=saved.version,
+        digest=digest,
         reason=reason,
         syncer=syncer,
         unix_s=clock.unix(),

@@ -88,8 +88,13 @@ class Repair:
         view = WindowView(state="idle", attempt=attempt, members=(), expected=0, reason=reason, deadline_unix_s=None)
         there = not await self._lacking(head)
         published = self._named(head) if there else await self._stage(head, fragment)
-        record = Committed.installed(
-            p, head.version, head.digest, reason=reason, syncer=syncer, unix_s=self._clock.unix()
+        record = Committed(
+            fragment=p,
+            version=head.version,
+            digest=head.digest,
+            reason=reason,
+            syncer=syncer,
+            unix_s=self._clock.unix(),
         )
         commit = Commit(
             nonce=self._nonce,

@@ -105,7 +105,7 @@ async def test_a_head_that_is_put_back_is_the_one_that_was_lost(bus: Bus, backdo
         payload=Staged(before.payload, before.chunks),
         momentum=Staged(before.momentum, 3),
         merged=before.merged,
-        record=Committed.installed(0, 1, before.digest, reason="put back", syncer="s0", unix_s=2.0),
+        record=Committed(fragment=0, version=1, digest=before.digest, reason="put back", syncer="s0", unix_s=2.0),
         lost=before,
     )
     await bus.commit(again)

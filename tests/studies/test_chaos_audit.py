@@ -31,7 +31,7 @@ def digest(version: int, branch: int = 0) -> bytes:
 
 def merged(version: int, *parts: tuple[tuple[str, str], int, int], at: float, branch: int = 0) -> Committed:
     """parts: (learner and incarnation, base version, tokens)."""
-    installed = Committed.installed(0, version, digest(version, branch), reason="", syncer="s", unix_s=at)
+    installed = Committed(fragment=0, version=version, digest=digest(version, branch), reason="", syncer="s", unix_s=at)
     told = tuple(
         Contribution(
             learner=who[0],
