@@ -613,6 +613,10 @@ def summary() -> Iterator[list[float]]:
         base = best(base, *rates) if rates else base
         return change(run, base) if len(values(run)) > 1 else changes(run, base)[0]
 
+    def later(run: str, base: str) -> float:
+        """Percent of the base's median time."""
+        return percent(*(median(one.virtual_s for one in summaries(label)) for label in (run, base)))
+
     cells: dict[str, tuple[str, ...]] = {
         "paper-cell/decoupled": ("0.004", "0.008"),
         "paper-cell-2m/decoupled": ("0.004", "0.008"),
@@ -635,11 +639,13 @@ def summary() -> Iterator[list[float]]:
         apart("defaults-deep/decoupled", f"defaults-deep/{same}", "0.004", "0.008"),
     ]
     struck, elastic = "failures/decoupled, failures", "failures/elastic data-parallel, failures"
-    yield [percent(median(between(struck, 215)), median(between(elastic, 215))), apart(struck, elastic)]
-    yield [apart("speeds/K = 1 with grace", "speeds/K = M")]
+    costs = ((struck, "failures/decoupled, no failures"), (elastic, "failures/data-parallel, no failures"))
+    yield list(chain.from_iterable([apart(*pair), later(*pair)] for pair in costs))
+    yield [-apart("speeds/K = 1 with grace", "speeds/K = M")]
     yield [mean(changes(f"bits-short/{one}", "bits-short/fp32")) for one in ("bf16, globals in bf16", "int4")]
-    tuned = ("post-training/decoupled, then decoupled", "post-training/data-parallel, then data-parallel")
-    yield [apart(*tuned), apart(*(f"{one}, 16 examples a step" for one in tuned))]
+    tuned = [f"post-training/{one}, then {one}" for one in ("decoupled", "data-parallel")]
+    same_start = apart("post-training/data-parallel, then decoupled", tuned[1])
+    yield [same_start, apart(*(f"{one}, 16 examples a step" for one in tuned))]
     fast = (f"digits/{label}, other rates, lr=0.004" for label in ("decoupled", same, "data-parallel"))
     yield [*(median(values(one)) for one in fast), apart("experts/decoupled", f"experts/{same}, other rates, lr=0.008")]
     yield [apart("paper-cell/the paper's", "paper-cell/data-parallel", "0.004", "0.008")]
