@@ -5,10 +5,8 @@ report and the page of its last moment; if `diloco run` did not start it, there 
 """
 
 import asyncio
-import math
 import time
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -18,7 +16,7 @@ from diloco.launcher.report import read_report, summary, summary_so_far
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
-from diloco.pipeline.messages.run import Evaluation, Event, Phase
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.page.collector import MAX_READ, RunReader
 from diloco.pipeline.view.page.from_tape import model_of_tape
@@ -115,39 +113,11 @@ def model_of(folder: Path) -> Model:
     archive = archive_of(folder)
     if archive is None:
         raise UsageError(f"{folder} has neither {MODEL_FILE} nor a tape (*.msgpack), so there is nothing to show")
-    layout, events, evaluations = None, list[Event](), list[Evaluation]()
     try:
-        checkpoint = load_checkpoint(str(folder))
+        layout = load_checkpoint(str(folder)).layout
     except NoCheckpoint:
-        pass  # a --tape-dir has no checkpoint
-    else:
-        layout = checkpoint.layout
-        if (
-            folder / REPORT_FILE
-        ).is_file():  # its times count from the first step, whose Unix time is in the checkpoint
-            report, start_s = read_report(folder / REPORT_FILE), checkpoint.state.started_unix_s
-            try:
-                events = [_event(one, start_s) for one in report["events"]]
-                evaluations = [_evaluation(one, start_s) for one in report["evaluations"]]
-            except (KeyError, TypeError, ValueError) as error:
-                raise UsageError(f"{folder / REPORT_FILE} is damaged: {type(error).__name__}: {error}") from error
-    found = model_of_tape(folder.resolve().name, read_archive(archive), layout, events, evaluations)
+        layout = None  # a --tape-dir has no checkpoint
+    found = model_of_tape(folder.resolve().name, read_archive(archive), layout)
     if found is None:
         raise UsageError(f"the tape in {archive} has no merges, so there is nothing to show")
     return found
-
-
-def _event(told: dict[str, Any], start_s: float) -> Event:
-    return Event(name=told["name"], who=told["who"], detail=told["detail"], unix_s=start_s + told["elapsed_s"])
-
-
-def _evaluation(told: dict[str, Any], start_s: float) -> Evaluation:
-    elapsed_s, loss = told["elapsed_s"], told["loss"]
-    return Evaluation(
-        loss=math.nan if loss is None else loss,
-        tokens=told["tokens"],
-        versions=(),
-        unix_s=start_s + elapsed_s,
-        elapsed_s=elapsed_s,
-        final=told["final"],
-    )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.run import Evaluation, Event, Phase
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.page.model import Model, PageModel, Poll
@@ -26,12 +26,11 @@ class _Life:
     incarnation: str
     began_s: float
     ended_s: float
-    left: bool = False
     merges: int = 0
     version: int = 0
 
 
-def _lives(merges: Sequence[Committed], events: Sequence[Event]) -> list[_Life]:
+def _lives(merges: Sequence[Committed]) -> list[_Life]:
     lives: dict[tuple[str, str], _Life] = {}
     for merge in merges:
         for part in merge.contributions:
@@ -40,12 +39,6 @@ def _lives(merges: Sequence[Committed], events: Sequence[Event]) -> list[_Life]:
             life = lives.setdefault((part.learner, part.incarnation), new)
             life.ended_s, life.version = max(life.ended_s, merge.unix_s), merge.version
             life.merges += 1
-    for event in events:
-        told = lives.get((event.who, event.detail))
-        if told is not None and event.name == "learner_joined":
-            told.began_s = min(told.began_s, event.unix_s)
-        elif told is not None and event.name == "learner_left":
-            told.ended_s, told.left = max(told.ended_s, event.unix_s), True
     return sorted(lives.values(), key=lambda one: one.ended_s)
 
 
@@ -54,7 +47,7 @@ def _learner(life: _Life, now_s: float) -> LearnerStatus:
         "id": life.learner,
         "incarnation": life.incarnation,
         "live": False,
-        "left": life.left,
+        "left": False,
         "step": life.merges,  # not 0: it has made steps, but the tape does not say how many
         "tokens": 0,
         "tokens_per_s": 0.0,
@@ -93,13 +86,7 @@ def _fragment(last: Committed) -> FragmentStatus:
     }
 
 
-def model_of_tape(
-    name: str,
-    records: Sequence[TapeRecord],
-    layout: Layout | None,
-    events: Sequence[Event] = (),
-    evaluations: Sequence[Evaluation] = (),
-) -> Model | None:
+def model_of_tape(name: str, records: Sequence[TapeRecord], layout: Layout | None) -> Model | None:
     """Return the page's model; None if nothing was merged.
 
     records: each fragment's in order. layout: None if unknown; then all fragments count alike.
@@ -108,9 +95,8 @@ def model_of_tape(
     if not merges:
         return None
     last = {one.fragment: one for one in merges}
-    lives = _lives(merges, events)
-    times = [*(one.unix_s for one in records), *(one.unix_s for one in evaluations), *(one.unix_s for one in events)]
-    now_s, begun_s = max(times), min(one.began_s for one in lives)
+    lives = _lives(merges)
+    now_s, begun_s = max(one.unix_s for one in records), min(one.began_s for one in lives)
     shares = _shares(layout, last)
     sums = {kind: sum(by for _, by in steps) for kind, steps in grown(records, (), shares).items()}
     status: Status = build_status(name, None, None, [], [], None, [], now_s)
@@ -118,7 +104,6 @@ def model_of_tape(
     for record in records:
         if isinstance(record, Rejected):
             refused[record.reason.value] = refused.get(record.reason.value, 0) + 1
-    newest = evaluations[-1] if evaluations else None
     status |= {
         "phase": Phase.FINISHED.value,
         "reason": "according to its tape",
@@ -130,22 +115,9 @@ def model_of_tape(
         "elapsed_s": now_s - begun_s,
         "learners": [_learner(life, now_s) for life in lives],
         "fragments": [_fragment(last[p]) for p in sorted(last)],
-        "evaluation": None
-        if newest is None
-        else {"loss": newest.loss, "tokens": newest.tokens, "elapsed_s": newest.elapsed_s, "final": newest.final},
     }
     model = PageModel(name)
-    model.see(
-        Poll(
-            now_s=now_s,
-            status=status,
-            shares=shares,
-            began_s=begun_s,
-            records=records,
-            events=events,
-            evaluations=evaluations,
-        )
-    )
+    model.see(Poll(now_s=now_s, status=status, shares=shares, began_s=begun_s, records=records))
     model.patch()
     names = {life.learner for life in lives}
     text = (
