@@ -10,13 +10,13 @@ from types import ModuleType
 from diloco.pipeline.errors import UsageError, missing
 
 # Optional packages -> the extra of this project that installs them.
-EXTRAS = {"torch": "learner", "matplotlib": "run"}
+EXTRAS = {"torch": "learner", "matplotlib": "run", "tensorboard": "tensorboard", "wandb": "wandb"}
 # A separate distribution, made from the folder `studies/` of a checkout.
 STUDIES = "diloco_studies"
 
 
 def load_extra(module: str, command: str) -> ModuleType:
-    """Import a module of this project that may need an optional package.
+    """Import a module that needs an optional package or is one.
 
     Raises:
         UsageError: the package is missing; the message says how to install it.
@@ -54,11 +54,11 @@ def naming_extra(module: str, extra: str) -> Iterator[None]:
 
 
 def need_extras() -> None:
-    """Check that the optional packages are installed, without importing them, which takes seconds.
+    """Check that the optional packages of `diloco run` are installed, without importing them, which takes seconds.
 
     Raises:
         UsageError: one is missing; the message says how to install it.
     """
-    for package in EXTRAS:
+    for package in ("torch", "matplotlib"):
         if find_spec(package) is None:
             raise UsageError(missing(package, "run", "a run on one machine"))

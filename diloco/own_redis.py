@@ -1,13 +1,13 @@
 """`diloco redis`: start a Redis for the parties of a run on a machine that has none installed."""
 
 import asyncio
-import contextlib
 
 import typer
 
 from diloco.options import RedisProcess, reached_at, takes
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.process import signals
+from diloco.pipeline.waiting import first_of
 
 # Interval at which the command checks that the server still answers.
 LOOK_S = 1.0
@@ -25,8 +25,7 @@ async def _serve(settings: RedisProcess) -> None:
         typer.echo(f"until Ctrl-C, all parties reach it with: export DILOCO_REDIS_URL={reached_at(settings)}")
         while not stop.is_set():
             server.answers()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), LOOK_S)
+            await first_of(stop, timeout_s=LOOK_S)
 
 
 @takes(RedisProcess)

@@ -30,6 +30,7 @@ from diloco.pipeline.units import as_bytes, count, counted, duration, parse_coun
 from diloco.pipeline.view.status import Status, present
 from diloco.pipeline.view.status_reader import read_status
 from diloco.pipeline.view.trouble import AWAITED
+from diloco.pipeline.waiting import first_of
 from diloco.workers.exchange.redis_access import read_run
 
 LOOK_S = 1.0
@@ -355,11 +356,7 @@ async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str
         if line != told:
             tell(line)
             told = line
-        try:
-            async with asyncio.timeout(LOOK_S):
-                await stop.wait()
-        except TimeoutError:
-            continue
+        await first_of(stop, timeout_s=LOOK_S)
     tell(later if first else f"run {run!r} was not asked to finish")
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import typer
@@ -13,6 +13,7 @@ from diloco.options import WatchProcess
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.process import signals
+from diloco.pipeline.waiting import first_of
 from diloco.tracking.follow import follow
 from diloco.workers.exchange.redis_access import read_run
 
@@ -64,9 +65,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
                 typer.echo(f"run {place.run!r} is over, but its end was not seen; use diloco report {place.folder}")
                 return
             said = over  # a run may be extended, and end a second time
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await stop.wait()
+            await first_of(stop, timeout_s=LOOK_S)
 
 
 def _gone(place: Place, error: BusError) -> DilocoError:

@@ -56,6 +56,7 @@ from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.pipeline.view.status import LearnerStatus, Status
 from diloco.pipeline.view.status_reader import StatusReader
+from diloco.pipeline.waiting import first_of
 from diloco.tape import read_archive
 
 TICK_S = 0.5
@@ -203,7 +204,8 @@ class Launcher:
                 self._warn("the run did not drain in time: sending SIGTERM to its processes")
                 self._children.terminate()
                 return
-            await _pause(stop)
+            # Only the first signal ends this tick early.
+            await (asyncio.sleep(TICK_S) if stop.is_set() else first_of(stop, timeout_s=TICK_S))
 
     def _check_folder(self) -> None:
         """Recreate the output folder if it was moved or deleted, so that later files can be written.
@@ -399,17 +401,6 @@ class Launcher:
         while more := await read(found[-1][0] if found else START):
             found += more
         return found
-
-
-async def _pause(stop: asyncio.Event) -> None:
-    """Wait for one tick; the first signal ends it early."""
-    if stop.is_set():
-        await asyncio.sleep(TICK_S)
-        return
-    try:
-        await asyncio.wait_for(stop.wait(), TICK_S)
-    except TimeoutError:
-        return
 
 
 async def _gone(children: Sequence[Child], limit_s: float) -> list[Child]:

@@ -9,11 +9,13 @@ import asyncio
 import fcntl
 import os
 import secrets
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
+from diloco.extras import load_extra
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
@@ -24,12 +26,82 @@ from diloco.pipeline.process import signals
 from diloco.pipeline.view.page.collector import MAX_READ, RunReader
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Poll
-from diloco.tracking.curves import Point, Rounds, evaluations, now
-from diloco.tracking.trackers import PACKAGES, TensorBoard, Tracker, Wandb, check_package
+from diloco.pipeline.waiting import first_of
+from diloco.tracking.curves import ROUND, Point, Rounds, evaluations, now
 
 EVERY_S = 10.0
 # Time to wait for the evaluation of a finished run's last model, which comes after the end of training.
 LAST_S = 120.0
+# Kinds of trackers -> the module that each needs.
+PACKAGES = {"tensorboard": "tensorboard.summary.writer.event_file_writer", "wandb": "wandb"}
+
+
+class TensorBoard:
+    """Writes event files to a folder, a new file for each process that writes."""
+
+    on_disk = True  # when `put` returns; otherwise points are on disk when `close` returns
+
+    def __init__(self, folder: Path) -> None:
+        """Begin a new event file in the folder."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+
+    def put(self, points: Sequence[Point]) -> None:
+        """Write the points and flush them to disk."""
+        for point in points:
+            value = self._summary.Value(tag=point.tag, simple_value=point.value)
+            summary = self._summary(value=[value])
+            self._writer.add_event(self._event(wall_time=point.unix_s, step=point.step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class Wandb:
+    """Writes to a run of Weights & Biases; WANDB_MODE, WANDB_PROJECT and the like configure it."""
+
+    on_disk = False  # its own process writes 32 KiB at a time, and loses the rest if this one is killed
+
+    def __init__(self, folder: Path, run: str, life: str) -> None:
+        """Begin the run, or continue it.
+
+        Args:
+            folder: folder for its files.
+            run: name that Weights & Biases shows.
+            life: id of the run there; a later call with the same id continues the run.
+
+        Raises:
+            UsageError: Weights & Biases refuses.
+        """
+        import wandb
+
+        try:
+            self._run = wandb.init(id=life, name=run, dir=str(folder), resume="allow")
+        except wandb.errors.Error as error:
+            raise UsageError(
+                f"Weights & Biases: {error} (without an account or a connection, set WANDB_MODE=offline)"
+            ) from error
+        self._run.define_metric("*", step_metric="tokens")
+        self._run.define_metric(f"{ROUND}*", step_metric="round")
+
+    def put(self, points: Sequence[Point]) -> None:
+        """Add the points; all that share a step are one row."""
+        rows: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+        for point in points:
+            axis = "round" if point.tag.startswith(ROUND) else "tokens"
+            rows[axis, point.step][point.tag] = point.value
+        for (axis, step), values in sorted(rows.items()):
+            self._run.log({**values, axis: step})
+
+    def close(self) -> None:
+        """Finish the run, which waits until all points are written."""
+        self._run.finish()
 
 
 def _mark(kind: str, point: Point) -> list[float]:
@@ -91,7 +163,7 @@ class Notes:
                     f"--into {self._folder} has curves of an earlier run named {self.run!r}: choose a different folder"
                 )
 
-    def put(self, kind: str, points: list[Point], tracker: Tracker) -> None:
+    def put(self, kind: str, points: list[Point], tracker: TensorBoard | Wandb) -> None:
         """Write the points beyond the last one of their kind."""
         last = self._last.get(kind, [-1, 0])
         new = [one for one in points if _mark(kind, one) > last]
@@ -111,7 +183,7 @@ class Notes:
 class Writer:
     """Writes the points of successive polls at a run."""
 
-    def __init__(self, notes: Notes, tracker: Tracker) -> None:
+    def __init__(self, notes: Notes, tracker: TensorBoard | Wandb) -> None:
         self._notes, self._tracker = notes, tracker
         self._rounds, self._reading = Rounds(), Reading()
         self._now: list[Point] = []
@@ -168,9 +240,7 @@ async def _follow(url: str, run: str, writer: Writer) -> None:
                 elif clock.now() > over_s + LAST_S:
                     typer.echo(f"run {run!r} is finished; its last model was not evaluated within {LAST_S:g} s")
                     return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(EVERY_S if over_s is None else min(1, EVERY_S)):
-                    await stop.wait()
+            await first_of(stop, timeout_s=EVERY_S if over_s is None else min(1, EVERY_S))
 
 
 def follow(url: str, run: str, kind: str, folder: Path | None) -> None:
@@ -189,11 +259,11 @@ def follow(url: str, run: str, kind: str, folder: Path | None) -> None:
     """
     if kind not in PACKAGES:
         raise UsageError(f"--to {kind}: use one of {', '.join(PACKAGES)}")
-    check_package(kind)
+    load_extra(PACKAGES[kind], f"watch --to {kind}")  # before a folder is made
     folder = folder or Path("tracked") / kind / run
     notes = Notes(folder, run, kind)
     try:
-        tracker: Tracker = TensorBoard(folder) if kind == "tensorboard" else Wandb(folder, run, notes.life)
+        tracker: TensorBoard | Wandb = TensorBoard(folder) if kind == "tensorboard" else Wandb(folder, run, notes.life)
         try:
             writer = Writer(notes, tracker)
             typer.echo(f"writing run {run!r} to {folder} until it is finished or Ctrl-C; this does not affect the run")

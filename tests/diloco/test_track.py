@@ -24,8 +24,7 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.page.collector import RunReader
 from diloco.tracking.curves import Point
-from diloco.tracking.follow import Notes, Writer
-from diloco.tracking.trackers import Wandb
+from diloco.tracking.follow import Notes, Wandb, Writer
 from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
 from tests.parties import environment, wait_for
