@@ -3,35 +3,31 @@
 Heavy packages (torch, matplotlib, Redis) are imported by the commands that need them.
 """
 
+import asyncio
 import importlib
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import structlog
 import typer
 
 from diloco.extras import load_extra
 from diloco.launcher.option_checks import check_data, check_evaluator, check_model_name
-from diloco.options import SettingsCommand, WatchProcess, takes
+from diloco.options import RedisProcess, reached_at, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.writable import try_folder
 from diloco.pipeline.messages.wire import printable
-from diloco.pipeline.process import logs
-from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
+from diloco.pipeline.process import signals
+from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
+from diloco.pipeline.waiting import first_of
 
-
-def _join(settings: BusSettings, command: str) -> None:
-    """Check that a Redis is named, and set up logging, for a process that joins a run."""
-    if settings.redis_url is None:
-        raise UsageError(
-            f"`diloco {command}` needs a Redis: pass --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL (required "
-            "for a URL with a password). To start everything on this machine, use `diloco run`"
-        )
-    logs.configure(settings.log_level)
+# Interval at which `diloco redis` checks that its server still answers.
+LOOK_S = 1.0
+# Advice for a party that has no Redis to join.
+INSTEAD = "to start everything on this machine, use `diloco run`"
 
 
 @takes(LearnerProcess)
@@ -42,7 +38,7 @@ def learner(settings: LearnerProcess) -> None:
     """
     check_model_name(settings.model)
     check_data(settings.data)
-    _join(settings, "learner")
+    settings.need_url(INSTEAD)
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "passive"
     )  # torch reads it when it loads; without it idle OpenMP threads spin on the cores
@@ -63,7 +59,7 @@ def syncer(settings: SyncerProcess) -> None:
         if folder is not None and not is_address(str(folder)):
             with suppress(OSError):  # a full disk is reported as a warning below, it does not end the syncer
                 try_folder(Path(folder))
-    _join(settings, "syncer")
+    settings.need_url(INSTEAD)
     for finding in importlib.import_module("diloco.doctor.start").wrong_for_syncer(settings):
         structlog.get_logger().warning("machine_warning", about=finding.about, detail=str(finding))
     raise typer.Exit(load_extra("diloco.syncer.serving.service", "syncer").main(settings))
@@ -73,7 +69,7 @@ def syncer(settings: SyncerProcess) -> None:
 def evaluator(settings: EvaluatorProcess) -> None:
     """Measure the held-out loss of a run's global parameters as they change."""
     check_evaluator(settings)
-    _join(settings, "evaluator")
+    settings.need_url(INSTEAD)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     raise typer.Exit(load_extra("diloco.workers.trainer.evaluator_process", "evaluator").evaluate_run(settings))
 
@@ -86,138 +82,38 @@ def rank(
     out: Annotated[Path, typer.Option("--out")],
 ) -> None:
     """Run one rank of the data-parallel baseline; `diloco run --method data-parallel` starts them."""
-    logs.configure(settings.log_level)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     baseline = load_extra("diloco.workers.trainer.data_parallel", "run --method data-parallel")
     raise typer.Exit(baseline.run_rank(settings, out, learners, number))
 
 
-Folder = Annotated[
-    Path | None, typer.Argument(metavar="[DIR]", help="Output folder of `diloco run` (default: the newest in runs/)")
-]
-TapeFolder = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[DIR]",
-        help="Output folder of `diloco run`, finished or not, or a syncer's --tape-dir (default: the newest in runs/)",
-    ),
-]
-Replay = Annotated[
-    Path | None,
-    typer.Option(
-        "--replay",
-        metavar="RECORDING",
-        help="Recompute every merge from this folder of --record-deltas and compare; exit status 1 if any differs. "
-        "The tape is read from the parent folder of RECORDING, or from DIR: an output folder or a --tape-dir",
-    ),
-]
-ReportFolder = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[DIR]",
-        help="Output folder of `diloco run` or `diloco chaos`, or a syncer's --tape-dir (default: the newest in runs/)",
-    ),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Write the run's page to this file, or into this folder as report.html, and print its address. An "
-        "output folder holds only its own run's page: without DIR, `--html runs/X` shows the run in runs/X",
-    ),
-]
-Web = Annotated[bool, typer.Option("--web", help="Serve a web page")]
-WATCH_S = 2
+async def _serve_redis(settings: RedisProcess) -> None:
+    from diloco.pipeline.bus.embedded import EmbeddedRedis
+
+    stop = signals.stop_event()
+    with EmbeddedRedis(
+        port=settings.redis_port,
+        host=settings.redis_bind,
+        password=settings.secret(),
+        dies_with_us=True,
+        users=settings.redis_users,
+    ) as server:
+        typer.echo(f"until Ctrl-C, all parties reach it with: export DILOCO_REDIS_URL={reached_at(settings)}")
+        while not stop.is_set():
+            server.answers()
+            await first_of(stop, timeout_s=LOOK_S)
 
 
-class _Watching(SettingsCommand):
-    """A command whose option `--watch` may be given without a number, which typer does not support."""
+@takes(RedisProcess)
+def redis(settings: RedisProcess) -> None:
+    """Start a Redis for the parties of a run, here and on other machines: the same server that `diloco run` embeds.
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert the default number after a `--watch` not followed by a number: the next argument may be DIR."""
-        following = [*args[1:], ""]
-        for at in reversed([at for at, one in enumerate(args) if one == "--watch"]):
-            if not re.fullmatch(r"[-+]?\.?[0-9][0-9.]*[a-z]*", following[at]):
-                args = [*args[: at + 1], str(WATCH_S), *args[at + 1 :]]
-        return super().parse_args(ctx, args)
+    It keeps nothing on disk. After a restart, the syncers and learners that are still running restore what it has lost;
+    without them a run continues from its checkpoint.
 
-
-Every = Annotated[
-    int | None,
-    typer.Option(
-        "--watch",
-        metavar="[SECONDS]",
-        min=1,
-        help=f"Repeat at this interval in seconds (default {WATCH_S}) until the run is finished or Ctrl-C",
-    ),
-]
-To = Annotated[
-    str | None,
-    typer.Option(
-        "--to", metavar="tensorboard|wandb", help="Write curves for this tracker until the run is finished or Ctrl-C"
-    ),
-]
-Into = Annotated[
-    Path | None,
-    typer.Option(
-        "--into",
-        metavar="FOLDER",
-        help="Folder for the files of --to; a later call continues them (default: tracked/TO/RUN)",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
-
-
-@takes(BusSettings)
-def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False, watch: Every = None) -> None:
-    """Show a live run and the address of its page, or the report of a finished one."""
-    logs.configure(settings.log_level)
-    importlib.import_module("diloco.status").show(settings, folder, as_json, watch)
-
-
-status.cls = _Watching  # type: ignore[attr-defined]  # instead of the class that `takes` sets
-
-
-@takes(WatchProcess)
-def watch(settings: WatchProcess, folder: Folder = None, web: Web = False, to: To = None, into: Into = None) -> None:
-    """Serve the page of any run from this machine, until Ctrl-C. It needs only the right to read the run's Redis.
-
-    When the run is finished, the command says so and keeps the page up.
-
-    This does not affect learners and syncers. `diloco run` and `diloco syncer` already serve the same page.
-
-    With --to, write the run's curves to TensorBoard's files or to Weights & Biases instead.
-
-    Example: diloco watch --web --redis-url redis://HOST:6379 --run my-run
+    Examples: diloco redis --redis-bind 192.168.1.10; diloco redis --redis-bind 192.168.1.10 --redis-users users.acl
     """
-    logs.configure(settings.log_level)
-    importlib.import_module("diloco.watch").show(settings, folder, web, to, into)
-
-
-@takes(BusSettings)
-def report(settings: BusSettings, folder: ReportFolder = None, html: Html = None) -> None:
-    """Print the report of a run, finished or not. With --html, write its page as one file, which needs no server.
-
-    The run is the one in DIR, otherwise the one on the given Redis, otherwise the newest in runs/. The report of a live
-    run, or of a run on a given Redis, uses only its Redis.
-
-    Example: diloco report --redis-url redis://HOST:6379 --run my-run
-    """
-    logs.configure(settings.log_level)
-    importlib.import_module("diloco.report").show(settings, folder, html)
-
-
-@takes(BusSettings)
-def tape(settings: BusSettings, folder: TapeFolder = None, as_json: AsJson = False, replay: Replay = None) -> None:
-    """Print a run's event tape: merges with their contributions, refusals with their reasons, windows.
-
-    With --replay, repeat all its merges from the deltas that --record-deltas kept, and compare.
-    """
-    logs.configure(settings.log_level)
-    if replay is not None:
-        raise typer.Exit(importlib.import_module("diloco.replay").check(settings, replay, folder, as_json))
-    importlib.import_module("diloco.tape").show(settings, folder, as_json)
+    asyncio.run(_serve_redis(settings))
 
 
 def acl(

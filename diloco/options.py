@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from pydantic import BeforeValidator, Field, SecretStr
@@ -17,12 +17,14 @@ from typer.core import TyperCommand
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
 from diloco.pipeline.methods import METHODS, RunMethod
+from diloco.pipeline.process import logs
 from diloco.pipeline.settings import (
     PARTIES,
     BusSettings,
     EvaluatorSettings,
     HttpSettings,
     LearnerSettings,
+    ServerSettings,
     Settings,
     SyncerSettings,
     SyncSettings,
@@ -40,6 +42,11 @@ from diloco.workers.trainer.models.sizes import SIZES
 
 S = TypeVar("S", bound=Settings)
 R = TypeVar("R", bound="RunProcess")
+
+RunFolder = Annotated[
+    Path | None, typer.Argument(metavar="[DIR]", help="Output folder of `diloco run` (default: the newest in runs/)")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 
 
 class RedisSettings(Settings):
@@ -302,7 +309,8 @@ def takes(
     """Make a command of `function(settings, ...)`: one option per field of `kind`, and --config.
 
     Expert settings and secrets have no options: they come from variables and the file. The function's further
-    parameters keep their own typer declarations. The command is made as a `SettingsCommand`.
+    parameters keep their own typer declarations. The command is made as a `SettingsCommand`. It sets up logging, if
+    `kind` has a log level.
 
     Args:
         kind: class of the settings.
@@ -343,7 +351,10 @@ def takes(
 
         def command(*args: Any, **given: Any) -> None:
             flags = {name: given.pop(name) for name in shown}
-            function(settle(flags, given.pop("config")), *args, **given)
+            settings = settle(flags, given.pop("config"))
+            if isinstance(settings, ServerSettings):
+                logs.configure(settings.log_level)
+            function(settings, *args, **given)
 
         parameters = [*others, *(_option(kind, name) for name in shown), config]
         command.__name__, command.__doc__ = function.__name__, function.__doc__

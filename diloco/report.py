@@ -7,12 +7,14 @@ report and the page of its last moment; if `diloco run` did not start it, there 
 import asyncio
 import time
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, Place, ended_without_report, is_live, locate
 from diloco.launcher.page import MODEL_FILE, folder_of_page, redis_route, write_page
 from diloco.launcher.report import read_report, summary, summary_so_far
+from diloco.options import takes
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
@@ -26,16 +28,32 @@ from diloco.status import check_there
 from diloco.syncer.checkpoints.loading import NoCheckpoint, load_checkpoint
 from diloco.tape import archive_of, read_archive
 
+ReportFolder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DIR]",
+        help="Output folder of `diloco run` or `diloco chaos`, or a syncer's --tape-dir (default: the newest in runs/)",
+    ),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Write the run's page to this file, or into this folder as report.html, and print its address. An "
+        "output folder holds only its own run's page: without DIR, `--html runs/X` shows the run in runs/X",
+    ),
+]
 
-def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
-    """Print the summary of a run, or write its page. The run is the folder's, otherwise the one that `locate` finds.
 
-    A page that is written into an output folder must be the page of that folder's run, and is so by default.
+@takes(BusSettings)
+def command(settings: BusSettings, folder: ReportFolder = None, html: Html = None) -> None:
+    """Print the report of a run, finished or not. With --html, write its page as one file, which needs no server.
 
-    Raises:
-        UsageError: there is no such folder or run, it has left nothing to show, or `html` is in another run's folder.
-        DilocoError: the run's report is still being written.
-        BusError: the run's Redis cannot be read.
+    The run is the one in DIR, otherwise the one on the given Redis, otherwise the newest in runs/. The report of a live
+    run, or of a run on a given Redis, uses only its Redis.
+
+    Example: diloco report --redis-url redis://HOST:6379 --run my-run
     """
     if folder is not None and not folder.is_dir():
         raise UsageError(f"the folder {folder} does not exist")

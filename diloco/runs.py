@@ -2,8 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -13,10 +13,10 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from diloco.launcher.display import Fitting
-from diloco.launcher.locate import locate, no_redis, server_url
-from diloco.options import takes
+from diloco.launcher.locate import locate, no_redis
+from diloco.options import AsJson, takes
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.run_list import RedisRuns, Taken, connect_runs
+from diloco.pipeline.bus.redis.run_list import Taken, connect_runs
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BadMessage, BusFull, BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
@@ -24,7 +24,7 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MAX_TOKENS
 from diloco.pipeline.payload.codec import decode, encode
-from diloco.pipeline.process import logs, signals
+from diloco.pipeline.process import signals
 from diloco.pipeline.settings import BusSettings, ServerSettings
 from diloco.pipeline.units import as_bytes, count, counted, duration, parse_count
 from diloco.pipeline.view.status import Status, present
@@ -88,11 +88,10 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the run", sho
 @takes(ServerSettings)
 def list_runs(
     settings: ServerSettings,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List all runs that a Redis holds: the progress of each, its learners and syncers, and its memory."""
-    logs.configure(settings.log_level)
-    rows = asyncio.run(_rows(server_url(settings)))
+    rows = asyncio.run(_rows(settings.need_url()))
     if as_json:
         typer.echo(dumps(rows))
     elif not rows:
@@ -105,7 +104,7 @@ def list_runs(
 
 
 async def _rows(url: str) -> list[RunRow]:
-    async with _all_runs(url) as runs:
+    async with connect_runs(url) as runs:
         taken = await runs.taken()
     return [await _row(url, run, taken[run]) for run in sorted(taken)]
 
@@ -185,12 +184,11 @@ def delete(
 
     This is refused while any party works on the run. Only a checkpoint can restore what is deleted.
     """
-    logs.configure(settings.log_level)
-    asyncio.run(_delete(server_url(settings), name, yes))
+    asyncio.run(_delete(settings.need_url(), name, yes))
 
 
 async def _delete(url: str, name: str, yes: bool) -> None:
-    async with _all_runs(url) as runs:
+    async with connect_runs(url) as runs:
         taken = (await runs.taken()).get(name)
         if taken is None:
             raise DilocoError(_no_run(name))
@@ -244,8 +242,7 @@ def extend(
 
     Example: diloco runs extend my-run --tokens 5M
     """
-    logs.configure(settings.log_level)
-    asyncio.run(_extend(server_url(settings), name, _count(tokens)))
+    asyncio.run(_extend(settings.need_url(), name, _count(tokens)))
 
 
 def _count(tokens: str) -> int:
@@ -299,7 +296,6 @@ def finish(
 
     Ctrl-C on `diloco run` does the same. Ctrl-C on this command only stops waiting.
     """
-    logs.configure(settings.log_level)
     place = locate(settings, folder)
     if place.redis_url is None:
         raise UsageError(no_redis(place))
@@ -369,15 +365,6 @@ def _awaited(status: Status) -> str:
 
 
 # --- shared ---------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def _all_runs(url: str) -> AsyncIterator[RedisRuns]:
-    runs = await connect_runs(url)
-    try:
-        yield runs
-    finally:
-        await runs.close()
 
 
 def _no_run(name: str) -> str:

@@ -2,13 +2,14 @@
 
 import asyncio
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -20,6 +21,7 @@ from diloco.launcher.display import render
 from diloco.launcher.locate import REPORT_FILE, Place, locate
 from diloco.launcher.page import PAGE_FILE, redis_route
 from diloco.launcher.report import read_report, summary
+from diloco.options import AsJson, RunFolder, SettingsCommand, takes
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, DilocoError
@@ -31,6 +33,8 @@ from diloco.pipeline.view.status_reader import read_status
 
 # A Redis that is up answers within this time; after it, the user sees a message about what the command waits for.
 SOON_S = 2.0
+# Interval of --watch without a number.
+WATCH_S = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ def _find(settings: BusSettings, folder: Path | None) -> _RunInfo:
     """Return the status or report of the run that `locate` finds.
 
     Raises:
-        DilocoError: see `show`.
+        DilocoError: raised by `locate`, or the Redis has nothing of that run.
     """
     place = locate(settings, folder)
     if place.redis_url is not None:
@@ -155,19 +159,32 @@ def _find(settings: BusSettings, folder: Path | None) -> _RunInfo:
     return _RunInfo(place) if place.closing else _RunInfo(place, baseline_status(place.folder))
 
 
-def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: float | None = None) -> None:
-    """Print the state of the run that `locate` finds.
+class _Watching(SettingsCommand):
+    """A command whose option `--watch` may be given without a number, which typer does not support."""
 
-    Args:
-        settings: name the run and its Redis.
-        folder: output folder of the run, if it has one.
-        as_json: print one line of JSON each time, instead of text.
-        every_s: repeat after this many seconds, until the run is finished or Ctrl-C; None prints once.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the default number after a `--watch` not followed by a number: the next argument may be DIR."""
+        following = [*args[1:], ""]
+        for at in reversed([at for at, one in enumerate(args) if one == "--watch"]):
+            if not re.fullmatch(r"[-+]?\.?[0-9][0-9.]*[a-z]*", following[at]):
+                args = [*args[: at + 1], str(WATCH_S), *args[at + 1 :]]
+        return super().parse_args(ctx, args)
 
-    Raises:
-        DilocoError: raised by `locate`, or the Redis has nothing of that run. While repeating, an unreachable Redis is
-            reported and asked again.
-    """
+
+Every = Annotated[
+    int | None,
+    typer.Option(
+        "--watch",
+        metavar="[SECONDS]",
+        min=1,
+        help=f"Repeat at this interval in seconds (default {WATCH_S}) until the run is finished or Ctrl-C",
+    ),
+]
+
+
+@takes(BusSettings)
+def command(settings: BusSettings, folder: RunFolder = None, as_json: AsJson = False, every_s: Every = None) -> None:
+    """Show a live run and the address of its page, or the report of a finished one."""
     console = Console()
     found = _find(settings, folder)
     if every_s is None:
@@ -191,6 +208,9 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: flo
     finally:
         if live is not None:
             live.stop()
+
+
+command.cls = _Watching  # type: ignore[attr-defined]  # instead of the class that `takes` sets
 
 
 def _again(settings: BusSettings, folder: Path | None, every_s: float) -> _RunInfo:

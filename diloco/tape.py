@@ -1,15 +1,19 @@
-"""Read a run's event tape: the archive in its output folder, or the live tape on Redis."""
+"""`diloco tape`: read a run's event tape, the archive in its output folder or the live one on Redis, and replay it."""
 
 import asyncio
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgpack
 import structlog
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diloco.launcher.locate import is_live, locate
+from diloco.options import AsJson, takes
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BadMessage, UsageError
@@ -19,11 +23,33 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeRecord
 from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import decode, decode_tape
+from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import BusSettings
+from diloco.pipeline.units import as_bytes
+from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.replay.recording import list_recording
+from diloco.syncer.replay.replay import Replayed, replay
 
 # Name of a field that each record has once, so that its count in the rest of a file is the number of records there.
 _KIND: bytes = msgpack.packb("kind")
 _OTHERS = "; move it away to read the other files: another syncer's file may hold the same records"
+
+TapeFolder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DIR]",
+        help="Output folder of `diloco run`, finished or not, or a syncer's --tape-dir (default: the newest in runs/)",
+    ),
+]
+Recording = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay",
+        metavar="RECORDING",
+        help="Recompute every merge from this folder of --record-deltas and compare; exit status 1 if any differs. "
+        "The tape is read from the parent folder of RECORDING, or from DIR: an output folder or a --tape-dir",
+    ),
+]
 
 
 def read_archive(folder: Path) -> list[TapeRecord]:
@@ -164,12 +190,83 @@ def records_of(settings: BusSettings, folder: Path | None) -> list[TapeRecord]:
     return records
 
 
-def show(settings: BusSettings, folder: Path | None, json_lines: bool) -> None:
-    """Print the tape of the run that `locate` finds.
+@takes(BusSettings)
+def command(
+    settings: BusSettings, folder: TapeFolder = None, json_lines: AsJson = False, recording: Recording = None
+) -> None:
+    """Print a run's event tape: merges with their contributions, refusals with their reasons, windows.
 
-    Raises:
-        UsageError: there is no such run, or nothing was recorded.
+    With --replay, repeat all its merges from the deltas that --record-deltas kept, and compare.
     """
+    if recording is not None:
+        raise typer.Exit(_check(settings, recording, folder, json_lines))
     records = records_of(settings, folder)
     for record in records:
         typer.echo(as_json(record) if json_lines else as_text(record, records[0].unix_s))
+
+
+# --- replay ---------------------------------------------------------------------------------------------
+
+
+def _check(settings: BusSettings, recording: Path, folder: Path | None, json_object: bool) -> int:
+    """Replay `recording`, print the result, and return the exit status: 1 if anything differs.
+
+    Raises:
+        UsageError: there is no recording or no tape, or the run's checkpoint is damaged.
+        BadMessage: the tape or the recording's spec is damaged.
+    """
+    one_blas_thread()  # a live run on this machine needs the other cores
+    # Read before the tape, to which a live run adds merges meanwhile: so the tape has every merge that is listed here.
+    saved, before = _saved(folder, recording.absolute().parent), list_recording(recording)
+    commits = [record for record in _tape(settings, recording, folder) if isinstance(record, Committed)]
+    columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("merges"), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=sum(bool(commit.contributions) for commit in commits))
+        outcome = replay(recording, commits, lambda merges: bar.advance(task, merges), saved, before)
+    if outcome.merges == 0:
+        raise UsageError("the tape has no merges, so there is nothing to replay")
+    typer.echo(_outcome_as_json(outcome) if json_object else _outcome_as_text(outcome))
+    return 1 if outcome.differences else 0
+
+
+def _tape(settings: BusSettings, recording: Path, folder: Path | None) -> list[TapeRecord]:
+    """Return the archived tape of `folder` or of the folder around the recording, else the tape that `locate` finds."""
+    if folder is None and settings.redis_url is None and any((recording.absolute().parent / "tape").glob("*.msgpack")):
+        folder = recording.absolute().parent
+    if folder is not None and (archive := archive_of(folder)) is not None:
+        return read_archive(archive)
+    return records_of(settings, folder)
+
+
+def _saved(*folders: Path | None) -> list[tuple[int, int, bytes]]:
+    """Return (fragment, version, digest) of the newest checkpoint in the first folder that has one, or nothing."""
+    for folder in folders:
+        if folder is not None and any((folder / "checkpoints").glob("**/latest")):
+            fragments = load_checkpoint(folder / "checkpoints").fragments
+            return [(p, fragment.version, fragment.digest) for p, fragment in enumerate(fragments)]
+    return []
+
+
+def _outcome_as_text(outcome: Replayed) -> str:
+    lines = [f"differs: {difference}" for difference in outcome.differences]
+    made = f"{outcome.repeated} of {outcome.merges} merges of {outcome.fragments} fragments recomputed"
+    read = f"from {as_bytes(outcome.read_bytes)}"
+    reductions = f"the largest relative difference of a reduction is {outcome.largest:.2g}"
+    unused = f"; {outcome.unused} recorded merges are not on the tape" if outcome.unused else ""
+    if lines:
+        return "\n".join([*lines, f"{len(lines)} differences; {made} {read}; {reductions}{unused}"])
+    return f"all equal: {made} {read}, bit for bit; {reductions}{unused}"
+
+
+def _outcome_as_json(outcome: Replayed) -> str:
+    return dumps(
+        {
+            "merges": outcome.merges,
+            "made_again": outcome.repeated,
+            "fragments": outcome.fragments,
+            "read_bytes": outcome.read_bytes,
+            "largest_relative_difference": outcome.largest,
+            "not_on_tape": outcome.unused,
+            "differences": [difference._asdict() for difference in outcome.differences],
+        }
+    )

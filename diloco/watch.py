@@ -4,12 +4,13 @@ import asyncio
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from diloco.launcher.locate import Place, is_live, is_output, locate, no_redis
 from diloco.launcher.page import redis_route, served
-from diloco.options import WatchProcess
+from diloco.options import RunFolder, WatchProcess, takes
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.process import signals
@@ -21,6 +22,22 @@ from diloco.workers.exchange.redis_access import read_run
 LOOK_S = 1.0
 # A run whose folder is gone counts as ended once its Redis has not answered for this long; less may be a failover.
 AWAY_S = 60.0
+
+Web = Annotated[bool, typer.Option("--web", help="Serve a web page")]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to", metavar="tensorboard|wandb", help="Write curves for this tracker until the run is finished or Ctrl-C"
+    ),
+]
+Into = Annotated[
+    Path | None,
+    typer.Option(
+        "--into",
+        metavar="FOLDER",
+        help="Folder for the files of --to; a later call continues them (default: tracked/TO/RUN)",
+    ),
+]
 
 
 async def _serve(settings: WatchProcess, place: Place) -> None:
@@ -73,11 +90,19 @@ def _gone(place: Place, error: BusError) -> DilocoError:
     return DilocoError(gone, "as far as can be seen from here, the run has ended", str(error))
 
 
-def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None, into: Path | None) -> None:
-    """Serve the page of the run that `locate` finds, or write its curves, until a signal.
+@takes(WatchProcess)
+def command(
+    settings: WatchProcess, folder: RunFolder = None, web: Web = False, to: To = None, into: Into = None
+) -> None:
+    """Serve the page of any run from this machine, until Ctrl-C. It needs only the right to read the run's Redis.
 
-    Raises:
-        UsageError: there is no such run, or it is over, or `follow` cannot write to its folder.
+    When the run is finished, the command says so and keeps the page up.
+
+    This does not affect learners and syncers. `diloco run` and `diloco syncer` already serve the same page.
+
+    With --to, write the run's curves to TensorBoard's files or to Weights & Biases instead.
+
+    Example: diloco watch --web --redis-url redis://HOST:6379 --run my-run
     """
     if web == (to is not None):
         raise UsageError(

@@ -140,6 +140,20 @@ class ServerSettings(Settings):
             return None
         return with_tls(self.redis_url.get_secret_value(), {name: getattr(self, name) for name in OPTIONS})
 
+    def need_url(self, hint: str = "") -> str:
+        """Return the URL of `bus_url`.
+
+        Raises:
+            UsageError: no Redis was named; the message ends with the hint. Or as `bus_url`.
+        """
+        if (url := self.bus_url()) is None:
+            raise UsageError(
+                "no Redis is set: pass --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL (required for a URL with "
+                "a password)",
+                hint,
+            )
+        return url
+
 
 class BusSettings(ServerSettings):
     """Redis server and name of a run."""

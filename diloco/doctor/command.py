@@ -16,7 +16,7 @@ from diloco.doctor import checks, measure
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.doctor.settings import DoctorSettings
 from diloco.doctor.start import checkpoints_bytes, look_at_folders
-from diloco.options import RunSettings, takes
+from diloco.options import AsJson, RunSettings, takes
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.inspection import address_of, examine, takes_without_certificate, unhealthy_sentinels
 from diloco.pipeline.bus.redis_streams import open_bus
@@ -24,7 +24,6 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.findings import Finding, error, ok, warning
-from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
 from diloco.pipeline.settings import defaults
 from diloco.pipeline.site import MAX_PARAMS, MIN_PARAMS
@@ -234,7 +233,7 @@ def command(
     party: Annotated[
         Party, typer.Option("--as", metavar="all|learner|syncer", help="Planned role of this machine")
     ] = "all",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine and its Redis before a run, and say what is wrong and what to do about it.
 
@@ -243,7 +242,6 @@ def command(
 
     Example: diloco doctor --redis-url redis://HOST:6379 --params 1B --step-time 3s --learners 8
     """
-    logs.configure(settings.log_level)
     step_s = _number(Span, "--step-time", step_time) or None
     planned = _params(settings, _number(Amount, "--params", params))
     console = Console(stderr=as_json)

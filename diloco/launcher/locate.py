@@ -13,7 +13,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.methods import RunMethod
-from diloco.pipeline.settings import BusSettings, ServerSettings
+from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.pipeline.wrong_values import format_problem
 
@@ -132,17 +132,6 @@ def is_live(folder: Path) -> bool:
     if launcher is None or not is_running(launcher):
         return False
     return began_before(launcher, (folder / RUN_FILE).stat().st_mtime)
-
-
-def server_url(settings: ServerSettings) -> str:
-    """Return the URL of the Redis that is named.
-
-    Raises:
-        UsageError: none is named.
-    """
-    if (url := settings.bus_url()) is None:
-        raise UsageError("no Redis is set: pass --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
-    return url
 
 
 def no_redis(place: Place) -> str:

@@ -14,7 +14,7 @@ import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.clock import fast_loop
-from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError, exit_status
+from diloco.pipeline.errors import BusUnavailable, DilocoError, exit_status
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.party_names import own_name
@@ -172,9 +172,7 @@ async def serve(settings: SyncerProcess) -> int:
     """Run a syncer against a real Redis until the run is finished or a signal comes; return the exit status."""
     from diloco.syncer.serving.http import start_http
 
-    url = settings.bus_url()
-    if url is None:
-        raise UsageError("no Redis URL: set DILOCO_REDIS_URL or --redis-url, e.g. redis://localhost:6379")
+    url = settings.need_url()
     stop, metrics = stop_event(), Metrics(settings.run)
     reach = partial(_reach, url, settings.run)
     bus = await _until(stop, retry(reach, EVENLY.waits(), BusUnavailable, warn))
@@ -208,10 +206,8 @@ async def _keep_scripts(ensure: Callable[[], Awaitable[None]], metrics: Metrics)
 
 def main(settings: SyncerProcess) -> int:
     """Run `diloco syncer`, and return its exit status."""
-    from diloco.pipeline.process import logs
     from diloco.pipeline.process.cores import one_blas_thread
 
-    logs.configure(settings.log_level)
     one_blas_thread()
     try:
         with asyncio.Runner(loop_factory=fast_loop) as runner:

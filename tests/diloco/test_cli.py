@@ -15,6 +15,7 @@ from diloco.options import RunProcess
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, SpecMismatch, UsageError
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.process import logs
 from diloco.pipeline.settings import LearnerProcess, SyncerProcess, is_expert
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests.parties import python
@@ -29,7 +30,7 @@ URL = "redis://localhost:1"
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands.logs, "configure", lambda level: None)
+    monkeypatch.setattr(logs, "configure", lambda level: None)
     monkeypatch.delenv("DILOCO_REDIS_URL", raising=False)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from diloco import cli, commands
+from diloco import cli
 from diloco.export import export
 from diloco.launcher import finish, launch, option_checks
 from diloco.launcher.display import render
@@ -32,6 +32,7 @@ from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.methods import METHODS
+from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, SyncSettings, load
 from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.pipeline.view.status import build_status
@@ -48,7 +49,7 @@ from tests.workers.test_device_encoding import a_syncer
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch, own_environment):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(commands.logs, "configure", lambda level: None)  # it would outlive the test, and its stderr
+    monkeypatch.setattr(logs, "configure", lambda level: None)  # it would outlive the test, and its stderr
 
 
 def prepare(settings: RunProcess) -> Folder:

@@ -14,6 +14,7 @@ from typer.main import get_command
 from diloco import cli, commands
 from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.process import logs
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, load
 from diloco_studies.strikes.settings import NOT_OF_CHAOS
 
@@ -22,7 +23,7 @@ URL = "redis://localhost:1"
 
 @pytest.fixture(autouse=True)
 def _no_logs(monkeypatch, own_environment):
-    monkeypatch.setattr(commands.logs, "configure", lambda level: None)
+    monkeypatch.setattr(logs, "configure", lambda level: None)
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from diloco import status as status_command
-from diloco.cli import main
+from diloco.cli import load_command, main
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.messages.run import Phase, RunState
@@ -76,14 +77,14 @@ def test_it_goes_through_an_outage_and_ends_cleanly_at_ctrl_c(redis_binary: obje
         ([], None, None),
     ],
 )
-def test_without_a_number_it_is_every_two_seconds(
-    given: list[str], folder: str | None, every_s: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_number_it_is_every_two_seconds(given: list[str], folder: str | None, every_s: int | None) -> None:
     """What follows may be the folder."""
-    asked: list[Any] = []
-    monkeypatch.setattr("diloco.status.show", lambda _, *rest: asked.append(rest))
-    assert main(["status", *given]) == 0
-    assert asked == [(Path(folder) if folder else None, "--json" in given, every_s)]
+    asked = get_command(load_command("status")).make_context("diloco status", list(given)).params
+    assert (asked["folder"], asked["as_json"], asked["every_s"]) == (
+        folder and Path(folder),
+        "--json" in given,
+        every_s,
+    )
 
 
 def test_a_number_of_seconds_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

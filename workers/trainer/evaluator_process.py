@@ -44,9 +44,7 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> bool:
     Raises:
         UsageError, SpecMismatch: raised by `built_in`.
     """
-    url = settings.bus_url()
-    if url is None:
-        raise UsageError("an evaluator needs a Redis: pass --redis-url or set DILOCO_REDIS_URL")
+    url = settings.need_url()
 
     def begin(spec: Spec) -> Evaluating:
         return Evaluating(spec, built_in(spec, settings), settings.eval_every)

@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from diloco.pipeline.agreement import agree
-from diloco.pipeline.errors import DilocoError, RankGone, SpecMismatch, UsageError
+from diloco.pipeline.errors import DilocoError, RankGone, SpecMismatch
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings
@@ -73,9 +73,7 @@ def train(settings: LearnerProcess) -> int:
         SpecMismatch: this learner's settings or text differ from the run's.
     """
     ranks = ranks_here()
-    redis_url = settings.bus_url()
-    if redis_url is None:
-        raise UsageError("a learner needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
+    redis_url = settings.need_url()
     if ranks.count == 1 and "+" in settings.device:
         return run_ranks(len(settings.device.split("+")), settings.learner_id, settings.leave_s)
     device = rank_device(ranks, settings.device)

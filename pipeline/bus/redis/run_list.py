@@ -1,6 +1,7 @@
 """The runs of a Redis server or cluster: listing their memory use, and deleting one. For operators."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import redis.exceptions as rx
@@ -60,15 +61,16 @@ class RedisRuns:
                 freed += sum(await self._calls.run_pipeline(("UNLINK", key) for key in keys))
         return freed
 
-    async def close(self) -> None:
-        """Close the connection."""
-        await self._calls.close()
 
-
-async def connect_runs(url: str) -> RedisRuns:
-    """Connect to all runs of a Redis server.
+@asynccontextmanager
+async def connect_runs(url: str) -> AsyncIterator[RedisRuns]:
+    """Connect to all runs of a Redis server for the duration of a block.
 
     Raises:
         UsageError, BusUnavailable: see `redis_streams.connect`.
     """
-    return RedisRuns(await connect_calls(url))
+    calls = await connect_calls(url)
+    try:
+        yield RedisRuns(calls)
+    finally:
+        await calls.close()
