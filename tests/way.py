@@ -32,7 +32,7 @@ from torch import nn
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis.calls import RedisCalls
-from diloco.pipeline.bus.redis.fragment_bus import RedisPayloadStore
+from diloco.pipeline.bus.redis.fragment_bus import RedisFragments
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.merging import repair
 from diloco.syncer.times import SyncerTimes
@@ -86,7 +86,7 @@ class Recorder:
         self._committed: set[int] = set()
         """Threads that have committed."""
         self._named: dict[CodeType, Call | None] = {}
-        self._scripts = {RedisCalls.script.__code__: "", RedisPayloadStore._write.__code__: "write_chunk"}
+        self._scripts = {RedisCalls.script.__code__: "", RedisFragments._write.__code__: "write_chunk"}
         """What calls scripts -> which; "": it is given the name."""
 
     @contextmanager

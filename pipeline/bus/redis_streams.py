@@ -8,22 +8,8 @@ from contextlib import asynccontextmanager
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.connecting import connect_calls
-from diloco.pipeline.bus.redis.fragment_bus import (
-    RedisFragmentLeases,
-    RedisHeads,
-    RedisOffers,
-    RedisOwnerWrites,
-    RedisPayloadStore,
-    RedisTape,
-)
-from diloco.pipeline.bus.redis.run_bus import (
-    RedisInitialUploads,
-    RedisMomentsExchange,
-    RedisReports,
-    RedisRunLogs,
-    RedisSpecAndState,
-    RedisSyncerBoard,
-)
+from diloco.pipeline.bus.redis.fragment_bus import RedisFragments, RedisOwnerWrites
+from diloco.pipeline.bus.redis.run_bus import RedisRunData
 from diloco.pipeline.bus.redis.shard_bus import RedisWorkQueue
 
 
@@ -47,20 +33,5 @@ async def open_bus(url: str, run: str) -> "AsyncIterator[RedisBus]":
         await bus.close()
 
 
-class RedisBus(
-    RedisSpecAndState,
-    RedisReports,
-    RedisRunLogs,
-    RedisInitialUploads,
-    RedisMomentsExchange,
-    RedisPayloadStore,
-    RedisHeads,
-    RedisTape,
-    RedisOffers,
-    RedisFragmentLeases,
-    RedisSyncerBoard,
-    RedisOwnerWrites,
-    RedisWorkQueue,
-    Bus,
-):
+class RedisBus(RedisRunData, RedisFragments, RedisOwnerWrites, RedisWorkQueue, Bus):
     """A run on Redis, made by `connect`. All parts share the state of `RedisConnection`."""

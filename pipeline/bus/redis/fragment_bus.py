@@ -1,4 +1,4 @@
-"""The fragments on Redis, a class for each protocol: headers, payloads, heads, tapes, leases, and owner's writes.
+"""The fragments on Redis: headers, payloads, heads, tapes, leases, and owner's writes.
 
 Each owner's write is one script, which checks the lease and the head before it changes anything.
 """
@@ -49,14 +49,18 @@ SENDERS_DROPPED = (
 )
 
 
-class RedisOffers(RedisConnection, Offers):
-    """Headers: a stream for each fragment and learner, the set of names that have one, and the group's arrivals."""
+class RedisFragments(RedisConnection, PayloadStore, Heads, Tape, Offers, FragmentLeases):
+    """The fragments without the owner's writes. All keys are in `RunKeys`, all formats in `schema`."""
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         super().__init__(calls, run)
         self._dropping = asyncio.Lock()
         # Group -> names that had a header pending when `_with_headers` last checked them; they count as known.
         self._senders: dict[int, set[bytes]] = {}
+        # Batches of lease calls: (group, nonce, ttl, most) -> lease key -> the futures of its callers.
+        self._asked: dict[tuple[int, str, float, float], dict[str, list[asyncio.Future[Any]]]] = {}
+
+    # Headers: a stream for each fragment and learner, the set of names that have one, and the group's arrivals.
 
     async def offer(self, header: DeltaHeader, renews: str = "") -> str:
         p, learner = header.fragment, header.learner
@@ -148,12 +152,8 @@ class RedisOffers(RedisConnection, Offers):
             self._warn("senders_dropped", names=gone, detail=SENDERS_DROPPED)
         return [name for name in names if name not in idle]
 
-
-class RedisPayloadStore(RedisConnection, PayloadStore):
-    """Payloads as streams: the chunk of index `i` (from 0) is the entry `{i+1}-0`.
-
-    Writes use the bulk lane, reads the payloads lane.
-    """
+    # Payloads: the chunk of index `i` (from 0) is the stream entry `{i+1}-0`. Writes use the bulk lane, reads the
+    # payloads lane.
 
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
         schema.check_chunks(first, chunks)
@@ -216,10 +216,6 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
     async def expire_soon(self, key: str, ttl_s: float) -> None:
         await self._redis.script("expire_soon", [key], to_ms(ttl_s))
 
-
-class RedisHeads(RedisConnection, Heads):
-    """Heads as hashes, in the format of `schema`."""
-
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         found = await self._redis.hashes(self.keys.head(p) for p in fragments)
         return [self._decoded(p, fields) for p, fields in zip(fragments, found, strict=True)]
@@ -229,10 +225,6 @@ class RedisHeads(RedisConnection, Heads):
             return schema.decode_head(fragment, fields)
         except BadMessage as error:
             raise BadMessage(error.found, unlink(self.keys.head(fragment)), error.said) from error
-
-
-class RedisTape(RedisConnection, Tape):
-    """Tapes as streams, one for each group."""
 
     async def tape_end(self) -> dict[int, str]:
         groups = range(self.keys.groups)
@@ -260,14 +252,7 @@ class RedisTape(RedisConnection, Tape):
         schema.entry_id(before)
         await self._redis.command("XTRIM", self.keys.tape(group), "MINID", "=", before)
 
-
-class RedisFragmentLeases(RedisConnection, FragmentLeases):
-    """Leases as expiring strings whose value is the owner's nonce."""
-
-    def __init__(self, calls: RedisCalls, run: str) -> None:
-        super().__init__(calls, run)
-        # Batches being collected: (group, nonce, ttl, most) -> lease key -> the futures of its callers.
-        self._asked: dict[tuple[int, str, float, float], dict[str, list[asyncio.Future[Any]]]] = {}
+    # Leases: expiring strings whose value is the owner's nonce.
 
     async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, max_s: float = MAX_LEASE_S) -> bool:
         # Requests made in the same iteration of the event loop go in one call. The first caller leads the batch: it

@@ -39,8 +39,19 @@ REPORTS_DROPPED = (
 AROUND_BYTES = 2**20
 
 
-class RedisSpecAndState(RedisConnection, SpecAndState):
-    """The spec as a string, and the state as a hash of rank and message."""
+def _state(blob: bytes | None, key: str) -> RunState | None:
+    try:
+        return schema.decode_state(blob)
+    except BadMessage as error:
+        raise BadMessage("the run's state is unreadable", unlink(key), str(error)) from error
+
+
+class RedisRunData(RedisConnection, SpecAndState, Reports, RunLogs, InitialUploads, MomentsExchange, SyncerBoard):
+    """A run's data that belong to no fragment. All keys are in `RunKeys`."""
+
+    def __init__(self, calls: RedisCalls, run: str) -> None:
+        super().__init__(calls, run)
+        self._known: stored_reports.Known = {}
 
     async def propose_spec(self, spec: bytes) -> bytes:
         return await self._propose(self.keys.spec, spec)
@@ -76,20 +87,7 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
         blob = await self._redis.command("HGET", self.keys.state, "blob")
         return _state(blob, self.keys.state)
 
-
-def _state(blob: bytes | None, key: str) -> RunState | None:
-    try:
-        return schema.decode_state(blob)
-    except BadMessage as error:
-        raise BadMessage("the run's state is unreadable", unlink(key), str(error)) from error
-
-
-class RedisReports(RedisConnection, Reports):
-    """Reports as two hashes, of the last reports and of their arrival times, and a string for each id's holder."""
-
-    def __init__(self, calls: RedisCalls, run: str) -> None:
-        super().__init__(calls, run)
-        self._known: stored_reports.Known = {}
+    # Reports: two hashes, of the last reports and of their arrival times, and a string for each id's holder.
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
@@ -161,9 +159,7 @@ class RedisReports(RedisConnection, Reports):
             self._warn("reports_dropped", reports=len(gone), kept=len(kept), detail=REPORTS_DROPPED)
         return kept
 
-
-class RedisRunLogs(RedisConnection, RunLogs):
-    """Events and evaluations as two capped streams."""
+    # Events and evaluations: two capped streams.
 
     async def _add(self, key: str, message: Message, cap: int) -> None:
         await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message))
@@ -199,9 +195,7 @@ class RedisRunLogs(RedisConnection, RunLogs):
     async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
         return await self._log(self.keys.evaluations, Evaluation, after, limit)
 
-
-class RedisSyncerBoard(RedisConnection, SyncerBoard):
-    """Live syncers as a hash: nonce -> expiry, tokens of its checkpoint, and name."""
+    # Live syncers: a hash, nonce -> expiry, tokens of its checkpoint, and name.
 
     async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
         told = nonce, f"{saved_tokens} {name}", to_ms(ttl_s)
@@ -221,9 +215,7 @@ class RedisSyncerBoard(RedisConnection, SyncerBoard):
         now_ms, (found,) = await self._redis.timed_hashes(self.keys.syncers)
         return schema.live_syncers(now_ms, found)
 
-
-class RedisInitialUploads(RedisConnection, InitialUploads):
-    """Claim and upload of version 0 as expiring strings."""
+    # Claim and upload of version 0: expiring strings.
 
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
         return await self._claim(self.keys.init_claim, nonce, ttl_s)
@@ -240,9 +232,7 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
             return schema.readable(InitialUpload, blob)
         return None
 
-
-class RedisMomentsExchange(RedisConnection, MomentsExchange):
-    """Wish, claim and offer of moments as expiring strings."""
+    # Wish, claim and offer of moments: expiring strings.
 
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
         await self._redis.script("ask", [self.keys.moments_wish], encode(wish), to_ms(ttl_s))
