@@ -20,7 +20,7 @@ from typing import Any
 
 from diloco.pipeline.bus.keys import PREFIX
 from diloco.pipeline.bus.ports import START, TapeEntry
-from diloco.pipeline.bus.redis.calls import RedisCalls
+from diloco.pipeline.bus.redis.calls import RedisCalls, pairs
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis_streams import RedisBus
 from diloco.pipeline.bus.schema import entry_id, parse_offer_id
@@ -363,13 +363,15 @@ class Replay:
             try:
                 if (key in store.expiries) != (ms >= 0):
                     raise _Unequal(key in store.expiries, ms >= 0, "whether it expires")
-                await self._compare_value(key, kind.decode(), store.values[key], value)
+                await self._compare_value(
+                    key, kind.decode(), store.values[key], pairs(value) if kind == b"hash" else value
+                )
             except _Unequal as found:
                 raise _Unequal(found.memory, found.redis, f"in the end, {key}: {found.what}") from None
 
     async def _compare_value(self, key: str, kind: str, memory: Any, redis: Any) -> None:
         if isinstance(memory, Stream):
-            if kind != "stream" or memory.data != [next(iter(fields.values())) for _, fields in redis]:
+            if kind != "stream" or memory.data != [data for _, (_, data) in redis]:
                 raise _Unequal(memory.data, redis, "its entries")
             for mine, (theirs, _) in zip(memory.ids, redis, strict=True):
                 self._entries[key].match("{}-{}".format(*mine), theirs.decode())

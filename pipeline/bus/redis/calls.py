@@ -30,7 +30,7 @@ SCANNED = 1000
 MAX_READ_BYTES = 2**24
 
 # Position of a command's first key, if it is not the first argument.
-_KEY_AT = {"EVALSHA": 3, "EVAL": 3, "XINFO": 2}
+_KEY_AT = {"EVALSHA": 3, "EVAL": 3, "XINFO": 2, "MEMORY": 2}
 _KEYLESS = frozenset({"ACL", "CONFIG", "INFO", "KEYS", "SCRIPT EXISTS", "SCRIPT LOAD", "TIME"})
 
 
@@ -221,68 +221,73 @@ class RedisCalls:
     def _error(self, error: BaseException, key: bytes | str | None) -> DilocoError:
         return self._lanes.translate(error, self._lanes.node_of(key), key)
 
-    def notice(self, replies: Iterable[Any], key: bytes | str | None) -> None:
-        """Look in the error replies for signs that the primary has changed."""
-        for reply in replies:
-            if isinstance(reply, rx.ResponseError):
-                self._lanes.notice(reply, self._lanes.node_of(key))
+    async def send(
+        self,
+        commands: Sequence[Sequence[Any]],
+        key: bytes | str | None,
+        lane: Lane = "control",
+        limit_s: float = BUS_TIMES.call_s,
+        max_bytes: int = zero_copy.ANY_SIZE,
+    ) -> list[Any]:
+        """Send commands to the node that has a key in one round trip; return raw replies, errors included.
 
-    async def pipeline(self, lane: Lane, limit_s: float, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """Send several commands in one round trip to each node, not atomically; errors are among the replies.
+        Raises:
+            Oversized: all replies together have more than `max_bytes`.
+        """
+        node = self._lanes.node_of(key)
+        async with self._lanes.call(lane, limit_s, node, key) as client:
+            replies = await zero_copy.send(client, commands, max_bytes)
+        for reply in replies:
+            self._lanes.notice(reply, node)
+        return replies
+
+    async def pipeline(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Send several commands in one round trip to each node, not atomically; errors are among the raw replies.
 
         If a node is down, each of its replies is the error; the other nodes are not held up.
 
         Raises:
             DilocoError: all nodes are down.
         """
-        listed = list(commands)
-        if not self.nodes.cluster:
-            return await self._pipeline(lane, limit_s, self._lanes.node_of(None), listed)
-        replies: list[Any] = [None] * len(listed)
+        replies: list[Any] = [None] * len(commands)
         of_node: dict[HostPort | None, list[int]] = {}
-        for i, command in enumerate(listed):
+        for i, command in enumerate(commands):
             try:
                 of_node.setdefault(self._lanes.node_of(key_of(command)), []).append(i)
             except DilocoError as error:
                 replies[i] = error
 
-        async def ask(node: HostPort | None, places: list[int]) -> DilocoError | None:
+        async def ask(places: list[int]) -> None:
             try:
-                found = await self._pipeline(lane, limit_s, node, [listed[i] for i in places])
+                found = await self.send([commands[i] for i in places], key_of(commands[places[0]]))
             except DilocoError as error:
                 found = [error] * len(places)
             for i, reply in zip(places, found, strict=True):
                 replies[i] = reply
-            return found[0] if isinstance(found[0], DilocoError) else None
 
-        await asyncio.gather(*(ask(node, places) for node, places in of_node.items()))
+        await asyncio.gather(*map(ask, of_node.values()))
         if replies and all(isinstance(reply, DilocoError) for reply in replies):
             raise replies[0]
-        return replies
-
-    async def _pipeline(
-        self, lane: Lane, limit_s: float, node: HostPort | None, commands: Sequence[Sequence[Any]]
-    ) -> list[Any]:
-        async with self._lanes.call(lane, limit_s, node) as client:
-            pipeline: Any = client.pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command)
-            replies: list[Any] = await pipeline.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, rx.ResponseError):
-                self._lanes.notice(reply, node)
         return replies
 
     async def run_pipeline(
         self, commands: Iterable[Sequence[Any]], but_for: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> list[Any]:
-        """Run a `pipeline` on the control lane and raise its first error reply.
+        """Run a `pipeline` and raise its first error reply.
 
         but_for: types of errors that are returned among the replies instead.
         """
         listed = list(commands)
-        replies = await self.pipeline("control", BUS_TIMES.call_s, listed)
-        for command, reply in zip(listed, replies, strict=True):
+        return self._sound(listed, await self.pipeline(listed), but_for)
+
+    def _sound(
+        self,
+        commands: Sequence[Sequence[Any]],
+        replies: list[Any],
+        but_for: type[Exception] | tuple[type[Exception], ...] = (),
+    ) -> list[Any]:
+        """Return the replies; raise the first error among them, except for types in `but_for`."""
+        for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, Exception) and not isinstance(reply, but_for):
                 raise self._error(reply, key_of(command)) from reply
         return replies
@@ -299,10 +304,7 @@ class RedisCalls:
 
     async def hashes(self, keys: Iterable[str]) -> list[Mapping[bytes, bytes]]:
         """Return the fields of hashes, read in one round trip on the control lane; a missing hash has no fields."""
-        commands = [("HGETALL", key) for key in keys]
-        if self.nodes.cluster:
-            return await self.run_pipeline(commands)
-        return [pairs(flat) for flat in await self.at_one_node(commands, None)]
+        return [pairs(flat) for flat in await self.run_pipeline(("HGETALL", key) for key in keys)]
 
     async def timed_hashes(
         self, *keys: str, max_bytes: int = zero_copy.ANY_SIZE
@@ -349,13 +351,7 @@ class RedisCalls:
         Raises:
             Oversized: all replies together have more than `max_bytes`.
         """
-        async with self.call("control", BUS_TIMES.call_s, key) as client:
-            replies = await zero_copy.send(client, commands, max_bytes)
-        self.notice(replies, key)
-        for command, reply in zip(commands, replies, strict=True):
-            if isinstance(reply, Exception):
-                raise self._error(reply, key_of(command)) from reply
-        return replies
+        return self._sound(commands, await self.send(commands, key, max_bytes=max_bytes))
 
     @staticmethod
     def xread(cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane) -> tuple[tuple[Any, ...], Lane]:
@@ -406,7 +402,7 @@ class RedisCalls:
         now = asyncio.get_running_loop().time
         until = now() + block_s
         while True:
-            replies = await self.pipeline("control", BUS_TIMES.call_s, commands)
+            replies = await self.pipeline(commands)
             error = next((reply for reply in replies if isinstance(reply, Exception)), None)
             if away is not None:
                 away |= {
@@ -419,7 +415,7 @@ class RedisCalls:
                 (key, entries)
                 for reply in replies
                 if not isinstance(reply, Exception)
-                for key, entries in _parsed(reply)
+                for key, entries in _entries(reply)
             ]
             if found or now() >= until:
                 if error is not None and not found and away is None:
@@ -432,13 +428,5 @@ def _entries(reply: Any) -> list[tuple[str, list[tuple[str, bytes]]]]:
     """Convert Redis's raw reply to XREAD."""
     return [
         (key.decode(), [(at.decode(), fields[1] if fields else b"") for at, fields in entries])
-        for key, entries in reply or ()
-    ]
-
-
-def _parsed(reply: Any) -> list[tuple[str, list[tuple[str, bytes]]]]:
-    """Convert a reply to XREAD that redis-py has already parsed: fields are a dict."""
-    return [
-        (key.decode(), [(at.decode(), next(iter(fields.values()), b"")) for at, fields in entries])
         for key, entries in reply or ()
     ]

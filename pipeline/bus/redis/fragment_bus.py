@@ -6,6 +6,7 @@ Each owner's write is one script, which checks the lease and the head before it 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -177,22 +178,15 @@ class RedisFragments(RedisConnection, PayloadStore, Heads, Tape, Offers, Fragmen
 
     async def _write(self, commands: Sequence[Sequence[Any]]) -> None:
         """Send calls of `write_chunk` and plain XADDs in one round trip; an entry that already exists is kept."""
-        replies = await self._send(commands)
+        send = partial(self._redis.send, commands, key_of(commands[0]), "bulk", BUS_TIMES.payload_call_s)
+        replies = await send()
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
             await self._redis.ensure_scripts()
-            replies = await self._send(commands)
+            replies = await send()
         for command, reply in zip(commands, replies, strict=True):
             failed = isinstance(reply, Exception) and not THERE.search(str(reply))
             if command[0] == "EVALSHA" or failed:
                 self._redis.answer(reply, command[3] if command[0] == "EVALSHA" else command[1])
-
-    async def _send(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Send commands whose arguments may be encoded chunks; return the replies, errors included."""
-        key = key_of(commands[0])
-        async with self._redis.call("bulk", BUS_TIMES.payload_call_s, key) as client:
-            replies = await zero_copy.send(client, commands)
-        self._redis.notice(replies, key)
-        return replies
 
     async def count_chunks(self, key: str) -> int:
         return int(await self._redis.command("XLEN", key))

@@ -37,7 +37,7 @@ class RedisRuns:
         """
         found: dict[str, Taken] = {}
         async for keys in self._calls.keys(f"{PREFIX}{{*"):
-            asked = (("MEMORY USAGE", key) for key in keys)
+            asked = (("MEMORY", "USAGE", key) for key in keys)
             sizes = await self._calls.run_pipeline(asked, but_for=rx.NoPermissionError)
             for key, size in zip(keys, sizes, strict=True):
                 if (run := run_of(key)) and size is not None:

@@ -27,7 +27,7 @@ class RedisKeyUsage:
         types = await self._calls.run_pipeline(("TYPE", key) for key in names)
         known = [(key, LENGTH[kind]) for key, kind in zip(names, types, strict=True) if kind in LENGTH]
         lengths = await self._calls.run_pipeline((command, key) for key, command in known)
-        sizes = await self._calls.run_pipeline(("MEMORY USAGE", key) for key, _ in known)
+        sizes = await self._calls.run_pipeline(("MEMORY", "USAGE", key) for key, _ in known)
         counted = (
             (key.decode(), int(length), int(size or 0))
             for (key, _), length, size in zip(known, lengths, sizes, strict=True)
