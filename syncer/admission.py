@@ -330,11 +330,7 @@ class UploadProgress:
     def is_progressing(self, header: DeltaHeader, came_s: float, now: float, upload_s: float) -> bool:
         """Return whether an upload makes progress, or is queued behind earlier ones that do.
 
-        Args:
-            header: the delta's header.
-            came_s: when its last chunk came.
-            now: the time.
-            upload_s: the upload deadline, s.
+        `came_s` is when its last chunk came.
         """
         serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
         since = now - max(TIMES.min_upload_s, min(SILENT_CHUNKS * gap_s, TIMEOUT_FACTOR * upload_s))

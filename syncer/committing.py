@@ -67,11 +67,7 @@ class Staging:
     async def uploads(self, version: int, growing: GrowingGlobal) -> AsyncIterator[Callable[[], Awaitable[Published]]]:
         """Upload a version while the `async with` block writes it. Leaving the block cancels what is left.
 
-        The keys are fresh, and expire unless a commit keeps them.
-
-        Args:
-            version: to be made.
-            growing: its payloads, which tell `grown` of each growth.
+        The keys are fresh, and expire unless a commit keeps them. `growing` must tell `grown` of each growth.
 
         Yields:
             A function that waits until all payloads are on the bus and returns them as the next head names them. It
@@ -139,7 +135,6 @@ class RunningSum:
     """
 
     def __init__(self, fragment: FragmentState, offload: Offload, metrics: Metrics) -> None:
-        """Begin with an empty sum."""
         self._fragment, self._offload, self._metrics = fragment, offload, metrics
         self._log = structlog.get_logger().bind(fragment=fragment.layout.id)
         self._begun: _Begun | None = None
@@ -255,8 +250,6 @@ class Committing:
         """Merge, take the outer step and commit. After success `loaded` is at the new version.
 
         Args:
-            loaded: the version that is merged into.
-            merge: the window's decision.
             deltas: the contributions of `merge`, in its order.
             began: when the merge was decided.
             interval: of the version that is made (`ramps.stretched`).
@@ -333,8 +326,6 @@ class Committing:
         return Commit(
             nonce=self._context.nonce,
             expected=loaded.at,
-            version=merged.version,
-            digest=merged.digest,
             published=published,
             window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s}),
             merged=merged.merged,

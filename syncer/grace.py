@@ -1,7 +1,8 @@
 """Estimates of one fragment's times, and how long its window may wait for stragglers by them. Pure: no clock.
 
 `algorithm.grace` is the paper's formula; this module smooths the times that go into it. No learner ever waits for a
-grace: too long a grace only makes learners train more steps on their old base.
+grace: too long a grace only makes learners train more steps on their old base. Of the last two round trips, merges and
+outer steps, the shorter one counts, so that a single delay has no effect.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -94,11 +95,7 @@ class GraceEstimator:
         Each counts as at most tau steps, which leave no slack already; a longer time says nothing about later windows.
         So windows soon have a grace again after a night without a quorum, or after a syncer was suspended in a merge.
 
-        Args:
-            quorum_s: from the window's opening to the K-th header.
-            sync_s: the syncer's part of the sync time: uploads, merge, outer step and commit.
-            slowest_s: see `grace_s`; if it is None, the last known duration of tau steps is used.
-            overlap_steps: see `grace_s`.
+        If `slowest_s` is None, the last known duration of tau steps is used.
         """
         if slowest_s is not None:
             self._hidden_s = overlap_steps * slowest_s
@@ -114,30 +111,21 @@ class GraceEstimator:
         control_latency_s: float,
         stretched: bool = False,
     ) -> float | None:
-        """Return the length of the grace window, or None before the first estimates exist.
+        """Return `algorithm.grace`, at most `max_grace_s`; None if no step time, quorum time or sync time is known.
 
-        The slack is computed with the step time of the slowest expected learner. The grace is meant for stragglers, and
-        a straggler can follow only at its next step boundary; on mixed hardware, a grace measured in the steps of the
-        fastest learner would close before that. For the same reason it is of no use to wait longer than one such step
-        (however long it may be) plus the latency of a header. That is the cap, within `max_grace_s`.
+        The slack is computed with the step time of the slowest expected learner: on mixed hardware, a grace measured in
+        the steps of the fastest one would close before a straggler's next step boundary. As in the paper, the sync time
+        ends when the learners have the global. Only they know how long a pull takes.
 
-        As in the paper, the sync time ends when the learners have the global. Only they know how long a pull takes.
-
-        A stretched interval contains the round trip already, grace included, by the shorter of the last two. The
-        smoothed times are sometimes above and sometimes below that. If they were subtracted once more, every other
-        window would close without a grace, and a learner that missed it would lose a long interval's work. So only the
-        cap applies then.
+        A stretched interval contains the round trip already, grace included (`RoundTrips`). The smoothed times are
+        sometimes above and sometimes below that. If they were subtracted once more, every other window would close
+        without a grace, and a learner that missed it would lose a long interval's work. So only the cap applies then.
 
         Args:
             slowest_s: from `MergedTimes.slowest_s`.
             pull_s: from a head to the fragment's global pulled, s; 0.0 before the first pull.
             overlap_steps: tau in force (`ramps.overlap_in_force`).
-            gamma: share of the slack, below 1.
-            control_latency_s: from a learner's decision to follow to its header at the syncer, s.
             stretched: True if the interval was made longer than planned by the round trip (`ramps.is_stretched`).
-
-        Returns:
-            Seconds, 0 or more; None if no step time, quorum time or sync time is known.
         """
         if slowest_s is None or self._quorum.value is None or self._sync.value is None:
             return None
@@ -165,40 +153,31 @@ class RoundTrips:
     def steps(self, step_times: Sequence[float], latency_s: float) -> float:
         """Return the round trip in steps, including the step after which a learner adopts; 0 if it is not known yet.
 
-        The shorter of the last two counts, so that a single delay has no effect.
-
         Args:
             step_times: of the learners that were merged lately, s. Values that are too short count as unknown. The
                 higher median counts: of two learners, one that reports very short steps cannot stretch the interval.
-            latency_s: from a learner's decision to publish to its header at the syncer.
         """
         known, round_trip_s = known_steps(step_times), min(self._took)
         return 1 + (round_trip_s + latency_s) / median_high(known) if known and round_trip_s else 0.0
 
 
 class LastMerges:
-    """Durations of one fragment's last two merges; the shorter one counts, so that a single delay has no effect."""
+    """Durations of one fragment's last two merges; `expected_outer_s` is calculated, and used until it is measured."""
 
     def __init__(self, expected_outer_s: float = 0.0) -> None:
-        """Begin without a merge; expected_outer_s is the calculated duration of the outer step, used until measured."""
         self._took = (0.0, 0.0)
         self._outer: tuple[float, ...] = ()
         self._expected_outer_s = expected_outer_s
 
     def observe(self, merge_s: float, outer_s: float | None = None) -> None:
-        """Take one merge's duration, s.
-
-        Args:
-            merge_s: of the whole merge.
-            outer_s: of the sum and the outer step in it; None if it only averaged, which tells nothing of a step.
-        """
+        """Take a merge's duration, s, and that of the sum and the outer step in it; None if it only averaged."""
         self._took = self._took[1], merge_s
         if outer_s is not None:
             self._outer = *self._outer[-1:], outer_s
 
     @property
     def merge_s(self) -> float:
-        """The shorter of the last two merges, s; 0 before there are two (`WindowView.merge_s`)."""
+        """Duration of a merge, s; 0 before there were two (`WindowView.merge_s`)."""
         return min(self._took)
 
     @property
@@ -208,5 +187,5 @@ class LastMerges:
 
     @property
     def outer_s(self) -> float:
-        """The shorter of the last two outer steps, s; before there are two, the calculated time (see `WindowView`)."""
+        """Duration of an outer step, s; before there were two, the calculated one (see `WindowView`)."""
         return min(self._outer) if self.measured else self._expected_outer_s

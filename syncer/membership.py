@@ -139,14 +139,7 @@ class RunWatch:
         """Find uploads that have stopped and that the window need not wait for.
 
         These are the uploads of learners that are gone, once a merge needs them, and those of suspected learners that
-        are not `arriving`.
-
-        Args:
-            window: whose awaited uploads are examined.
-            heard_at: returns when the last chunk of an upload came.
-            now: the time.
-            suspected: learners for which the window does not wait.
-            arriving: entries of the uploads that make progress (see `Conditions`).
+        are not `arriving` (see `Conditions`). `heard_at` returns when the last chunk of an upload came.
 
         Returns:
             The uploads, each with its refusal; and when to look again (None: no upload may become one of them).

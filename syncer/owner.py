@@ -18,14 +18,13 @@ from diloco.pipeline.errors import (
 )
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import IDLE_VIEW, Head
-from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.pacing import Pace
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.pipeline.waiting import first_of
 from diloco.syncer.committing import Loaded
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.initial_version import InitialVersions
+from diloco.syncer.installing import InitialVersions, say_rewound
 from diloco.syncer.merging.fragment import FragmentState, finite
 from diloco.syncer.session import OwnerState, Session
 from diloco.syncer.times import TIMES
@@ -150,7 +149,9 @@ class FragmentOwner:
             return None
         cached = self.loaded
         if cached is not None and cached.fragment.version > head.version:
-            head = await self._rewound(head, cached.fragment.version)
+            at = (self.id, head.version, head.digest)
+            await say_rewound(self._context, at, IDLE_VIEW, was=cached.fragment.version)
+            head = head.model_copy(update={"window": IDLE_VIEW})
         if cached is None or cached.at != (head.version, head.digest):
             cached = Loaded(head, await self._pull(head))
         cached.head = head
@@ -172,24 +173,12 @@ class FragmentOwner:
 
     async def _install(self) -> bool:
         """Give the fragment the head that this owner last saw, otherwise version 0; return whether it has one."""
-        context, loaded = self._context, self.loaded
-        if loaded is None:
+        if (loaded := self.loaded) is None:
             return await self._initial.commit(self._layout)
-        head, fragment = loaded.head, loaded.fragment
-        if context.recorder is not None:
-            await context.recorder.loaded(fragment)
-        again = head.window.attempt + 1
-        if await self.state.repair.put_back(head, fragment, context.watch, again, context.name):
-            context.metrics.rewinds.inc()
+        if self._context.recorder is not None:
+            await self._context.recorder.loaded(loaded.fragment)
+        await self.state.repair.put_back(loaded.head, loaded.fragment)
         return True
-
-    async def _rewound(self, head: Head, was_version: int) -> Head:
-        """Record on the tape that the bus went back to an earlier version, and reset the window."""
-        record = Rewound(fragment=self.id, version=head.version, was_version=was_version, unix_s=self._clock.unix())
-        self._log.warning("rewound", version=head.version, was_version=was_version)
-        await self._bus.write_window(self.id, self._context.nonce, (head.version, head.digest), IDLE_VIEW, record)
-        self._context.metrics.rewinds.inc()
-        return head.model_copy(update={"window": IDLE_VIEW})
 
     async def _pull(self, head: Head) -> FragmentState:
         """Pull the values and the momentum of a head's version.

@@ -40,9 +40,7 @@ class Refusals:
 
         Args:
             at: (version, digest) of the head by which it was judged.
-            entry_id: of the entry.
             header: None if its bytes could not be decoded.
-            refused: the reason, and the tokens that are lost.
             payloads: keys of the payloads that are deleted with it.
             tell: False if nothing is lost by the refusal; it is counted, but not recorded on tape and log.
 

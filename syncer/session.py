@@ -24,8 +24,8 @@ from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.downloads import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.grace import GraceEstimator, LastMerges, MergedTimes, RoundTrips, grace_covers_step
+from diloco.syncer.installing import Repair
 from diloco.syncer.merging.fragment import Delta
-from diloco.syncer.merging.repair import Repair
 from diloco.syncer.refusals import Refusals
 from diloco.syncer.times import TIMES
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
@@ -46,7 +46,7 @@ class OwnerState:
         """How many merges in a row had an outcome that was not finite."""
         self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
         self.staging = Staging(bus, clock, layout, sync, context.random_hex)
-        self.repair = Repair(bus, clock, layout, sync, context.nonce, context.random_hex, context.offload)
+        self.repair = Repair(context, layout)
 
 
 class Session:
@@ -61,16 +61,7 @@ class Session:
         wake: asyncio.Event,
         goes_on: Callable[[], bool],
     ) -> None:
-        """Begin at the loaded head.
-
-        Args:
-            context: shared by all fragments of this syncer.
-            layout: the fragment's layout.
-            loaded: head and values; kept up to date by this session.
-            state: kept from one session to the next.
-            wake: set to make the window decide again.
-            goes_on: tells whether a merge may begin; asked whenever the session is woken.
-        """
+        """Begin at the loaded head. `wake` makes the window decide again; `goes_on` tells whether a merge may begin."""
         self._context, self._bus, self._clock, self._p = context, context.bus, context.clock, layout.id
         self._loaded, self._state, self._wake, self._goes_on = loaded, state, wake, goes_on
         self._size = layout.elements * len(context.layout.fragments) / context.layout.elements
@@ -98,10 +89,12 @@ class Session:
             LeaseLost, HeadMoved, PayloadIncomplete, BusError: the cached state may be wrong by now.
         """
         arrivals = Arrivals(self._bus, self._p, self._wake)
+        loaded, repair = self._loaded, self._state.repair
         try:
             while self._goes_on():
                 self._wake.clear()  # before anything is read: what happens from here on ends the wait below
-                await self._check_bus()
+                if self._clock.now() >= repair.due_s:
+                    loaded.head = await repair.check(loaded.head, loaded.fragment)
                 for learner in arrivals.flooding():
                     self._state.suspects.refused(learner, RefusalReason.FLOOD)
                     await self._state.refusals.cut(self._loaded.at, learner)
@@ -124,19 +117,14 @@ class Session:
                         await self._refuse_overdue(decision, f"reopened: {decision.reason}")
                         self._download()
                     case Wait() if arrivals.empty:
-                        await self._add_up()
-                        until = min(t for t in (decision.until, look_again, self._state.repair.due_s) if t is not None)
+                        # The complete members are summed while the rest are awaited.
+                        self._committing.sum.follow(await self._downloads.as_merged(self.window.complete()))
+                        until = min(t for t in (decision.until, look_again, repair.due_s) if t is not None)
                         await arrivals.wait(max(TICK_S, until - self._clock.now()))
         finally:
             await arrivals.close()
             self._committing.sum.close()
             await self._downloads.close()
-
-    async def _check_bus(self) -> None:
-        """Check, when it is due, that the payloads that the head names are on the bus."""
-        repair, loaded = self._state.repair, self._loaded
-        if self._clock.now() >= repair.due_s:
-            loaded.head = await repair.check(loaded.head, loaded.fragment)
 
     # --- headers ------------------------------------------------------------------------------------------
 
@@ -182,10 +170,6 @@ class Session:
                     self._context.diverged.refused(offer.header.learner, self._p)
                 self._state.suspects.refused(offer.header.learner, reason)
                 self._leaves(offer, Refused(reason, detail, offer.header.tokens))
-
-    async def _add_up(self) -> None:
-        """Sum the complete members of the window while the rest are awaited."""
-        self._committing.sum.follow(await self._downloads.as_merged(self.window.complete()))
 
     async def _give_up(self) -> float | None:
         """Take uploads that have stopped, and that the window need not wait for, out of it; return when to look again.

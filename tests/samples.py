@@ -215,8 +215,6 @@ async def commit(
         Commit(
             nonce=nonce,
             expected=expected,
-            version=version,
-            digest=digest,
             published=published,
             window=IDLE,
             merged=(),

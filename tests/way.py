@@ -34,7 +34,7 @@ from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.fragment_bus import RedisFragments
 from diloco.pipeline.settings import SyncSettings
-from diloco.syncer.merging import repair
+from diloco.syncer import installing
 from diloco.syncer.times import SyncerTimes
 from diloco.workers.exchange import pulling
 from diloco.workers.learner import Learner
@@ -146,7 +146,7 @@ def trace(url: str, run: str = "way") -> Trace:
         fragments=1, sync_interval=INTERVAL, first_interval=0, outer_warmup=0, quorum=1, tokens=2**40, **UNSTRETCHED
     )
     with (
-        patch.object(repair, "TIMES", SyncerTimes(repair_s=OFTEN_S)),
+        patch.object(installing, "TIMES", SyncerTimes(repair_s=OFTEN_S)),
         patch.object(pulling, "TIMES", LearnerTimes(look_s=OFTEN_S)),
         recorder.installed(),
         a_syncer(url, run),

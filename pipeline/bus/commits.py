@@ -58,15 +58,12 @@ class Commit:
     nonce: str
     expected: tuple[int, bytes] | None
     """(version, digest) the head must have; None: there must be no head."""
-    version: int
-    """expected version + 1; for a first commit 0, or a checkpoint's version."""
-    digest: bytes
-    """Digest of the exact values."""
     published: Published
     """Payloads of the new version."""
     window: WindowView
     merged: tuple[MergedBase, ...]
     record: Committed
+    """Its version, the new one, is the expected one + 1, or any without an expected head."""
     entries: tuple[str, ...] = ()
     """Names of the merged headers, which are deleted."""
     delta_payloads: tuple[str, ...] = ()

@@ -258,8 +258,8 @@ def head_fields(commit: Commit) -> dict[str, bytes]:
     """Return the fields that a commit sets in the head's hash; the three totals are incremented, not set."""
     previous = commit.expected[1] if commit.expected else commit.lost and commit.lost.previous_digest
     return {
-        "version": b"%d" % commit.version,
-        "digest": commit.digest,
+        "version": b"%d" % commit.record.version,
+        "digest": commit.record.digest,
         "interval": b"%d" % commit.interval,
         **payload_fields(commit.published),
         "previous_digest": previous or b"",
@@ -331,8 +331,8 @@ def head_after(head: Head, commit: Commit) -> Head:
     """Return the head that a commit produces, as its owner can compute it without reading it back."""
     return Head(
         fragment=head.fragment,
-        version=commit.version,
-        digest=commit.digest,
+        version=commit.record.version,
+        digest=commit.record.digest,
         **payload_names(commit.published),
         previous_digest=head.digest,
         interval=commit.interval,
@@ -396,16 +396,11 @@ def fragment_of(commit: Commit) -> int:
     Raises:
         ValueError: the commit contradicts itself.
     """
-    if commit.expected is not None and commit.version != commit.expected[0] + 1:
-        raise ValueError(f"commit of version {commit.version} on top of version {commit.expected[0]}")
-    if commit.lost is not None and (commit.expected or (commit.lost.version, commit.lost.digest) != _at(commit)):
-        raise ValueError(f"commit of version {commit.version} does not match the lost head {commit.lost.version}")
-    if commit.record.version != commit.version or commit.record.digest != commit.digest:
-        raise ValueError("the commit and its tape record disagree")
+    record, lost = commit.record, commit.lost
+    if commit.expected is not None and record.version != commit.expected[0] + 1:
+        raise ValueError(f"commit of version {record.version} on top of version {commit.expected[0]}")
+    if lost is not None and (commit.expected or (lost.version, lost.digest) != (record.version, record.digest)):
+        raise ValueError(f"commit of version {record.version} does not match the lost head {lost.version}")
     if both := commit.published.keys & {*commit.delta_payloads, *commit.retired}:
         raise ValueError(f"the commit both uses and deletes payloads: {sorted(both)}")
-    return commit.record.fragment
-
-
-def _at(commit: Commit) -> tuple[int, bytes]:
-    return commit.version, commit.digest
+    return record.fragment

@@ -51,37 +51,19 @@ class Checkpoint:
     """A checkpoint whose manifest is in memory."""
 
     folder: Place
-    saved: SavedState
+    spec: Spec
+    state: RunState
+    overwritten: int
+    """See `SavedState.overwritten`."""
+    fragments: tuple[SavedFragment, ...]
+    shards: ShardQueue
+    data_order: DataOrder | None
+    """See `SavedState.data_order`."""
 
     @property
     def folder_name(self) -> str:
         """Name of the folder, without the place that it is in."""
         return str(self.folder).rpartition("/")[2]
-
-    @property
-    def spec(self) -> Spec:
-        """The run's spec."""
-        return self.saved.spec
-
-    @property
-    def state(self) -> RunState:
-        """The run's state."""
-        return self.saved.run
-
-    @property
-    def fragments(self) -> tuple[SavedFragment, ...]:
-        """The saved fragments, in the order of their ids."""
-        return self.saved.fragments
-
-    @property
-    def shards(self) -> ShardQueue:
-        """The data queue: its open shards."""
-        return self.saved.shards
-
-    @property
-    def data_order(self) -> DataOrder | None:
-        """Order of the data, see `SavedState.data_order`."""
-        return self.saved.data_order
 
     @cached_property
     def layout(self) -> Layout:
@@ -281,7 +263,8 @@ def open_checkpoint(folder: Place) -> Checkpoint:
     except ValidationError as error:
         raise UsageError(f"{folder}/{STATE_FILE}: {complaint(error)}") from error
     _check_manifest(folder, saved, data)
-    return Checkpoint(folder, saved)
+    rest = saved.overwritten, saved.fragments, saved.shards, saved.data_order
+    return Checkpoint(folder, saved.spec, saved.run, *rest)
 
 
 def _check_manifest(folder: Place, saved: SavedState, data: bytes) -> None:
@@ -358,6 +341,6 @@ def known_elements(checkpoint: Checkpoint) -> tuple[int, int, int]:
     parts = [(f.elements, one) for f, one in zip(checkpoint.layout.fragments, checkpoint.fragments, strict=True)]
     return (
         sum(elements * one.merged_tokens for elements, one in parts),
-        state.base_overwritten + checkpoint.saved.overwritten,
+        state.base_overwritten + checkpoint.overwritten,
         state.base_rejected + sum(elements * one.rejected_tokens for elements, one in parts),
     )

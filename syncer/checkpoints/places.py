@@ -49,7 +49,6 @@ class Place(Protocol):
 
     def below(self, name: str) -> "Place":
         """Return the folder of this name in it, whether or not it exists."""
-        ...
 
     def check(self) -> None:
         """Check by a trial that files can be written; nothing of it remains.
@@ -58,31 +57,24 @@ class Place(Protocol):
             UsageError: this user has no permission.
             OSError: nothing can be written.
         """
-        ...
 
     def names(self) -> frozenset[str]:
         """Return the names of the files and folders in it; none if it does not exist."""
-        ...
 
     def age_s(self) -> float:
         """Return the seconds since anything in it was written; 0 if it is empty or does not exist."""
-        ...
 
     def size_bytes(self) -> int:
         """Return the size of all files in it."""
-        ...
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes; raise FileNotFoundError if it does not exist."""
-        ...
 
     def write(self, name: str, parts: Iterable[Part]) -> None:
         """Write or replace a file, atomically; the folder is made."""
-        ...
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all its content, if it exists."""
-        ...
 
 
 def place_of(place: str | Path) -> Place:
@@ -119,7 +111,7 @@ def place_of(place: str | Path) -> Place:
     return Store(files, place.rstrip("/"))
 
 
-class Folder:
+class Folder(Place):
     """A `Place` on a disk."""
 
     def __init__(self, path: Path) -> None:
@@ -129,15 +121,12 @@ class Folder:
         return str(self.path)
 
     def below(self, name: str) -> "Folder":
-        """Return the folder of this name in it."""
         return Folder(self.path / name)
 
     def check(self) -> None:
-        """Check that files can be written."""
         try_folder(self.path)
 
     def names(self) -> frozenset[str]:
-        """Return the names of the files and folders in it."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return frozenset(entry.name for entry in self.path.iterdir())
         return frozenset()
@@ -149,13 +138,11 @@ class Folder:
         return 0.0
 
     def size_bytes(self) -> int:
-        """Return the size of all files in it."""
         with suppress(FileNotFoundError):  # another syncer may remove it meanwhile
             return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
         return 0
 
     def read(self, name: str) -> bytes:
-        """Return a file's bytes."""
         return (self.path / name).read_bytes()
 
     def write(self, name: str, parts: Iterable[Part]) -> None:
@@ -164,7 +151,6 @@ class Folder:
         replace(self.path / name, parts)
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder."""
         with suppress(FileNotFoundError, NotADirectoryError):  # another syncer may remove it too
             if (self.path / name).is_dir():
                 shutil.rmtree(self.path / name)
@@ -172,28 +158,24 @@ class Folder:
                 (self.path / name).unlink()
 
 
-class Store:
-    """A `Place` in an object store."""
+class Store(Place):
+    """A `Place` in an object store: an address in a file system of fsspec."""
 
     def __init__(self, files: Any, address: str) -> None:
-        """Take a file system of fsspec and an address in it."""
         self._files, self._address = files, address
 
     def __str__(self) -> str:
         return self._address
 
     def below(self, name: str) -> "Store":
-        """Return the folder of this name in it."""
         return Store(self._files, f"{self._address}/{name}")
 
     def check(self) -> None:
-        """Check that files can be written."""
         name = f"{TRIED}{secrets.token_hex(4)}"
         self.write(name, ())
         self.remove(name)
 
     def names(self) -> frozenset[str]:
-        """Return the names of the files and folders in it."""
         with self._in_words():
             self._files.invalidate_cache()  # other syncers write there too
             try:
@@ -203,7 +185,6 @@ class Store:
         return frozenset(str(one).rstrip("/").rpartition("/")[2] for one in found)
 
     def age_s(self) -> float:
-        """Return the seconds since anything in it was written."""
         names = self.names()
         with self._in_words(), suppress(FileNotFoundError):  # another syncer may remove it meanwhile
             written = [self._files.modified(f"{self._address}/{name}").timestamp() for name in names]
@@ -211,13 +192,11 @@ class Store:
         return 0.0
 
     def size_bytes(self) -> int:
-        """Return the size of all files in it."""
         with self._in_words(), suppress(FileNotFoundError):  # another syncer may remove it meanwhile
             return int(self._files.du(self._address))
         return 0
 
     def read(self, name: str) -> bytes:
-        """Return a file's bytes."""
         with self._in_words():
             try:
                 data: bytes = self._files.cat_file(f"{self._address}/{name}")
@@ -240,7 +219,6 @@ class Store:
             file.close()
 
     def remove(self, name: str) -> None:
-        """Remove an object or a folder."""
         with self._in_words(), suppress(FileNotFoundError):
             self._files.rm(f"{self._address}/{name}", recursive=True)
 

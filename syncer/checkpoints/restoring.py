@@ -43,12 +43,8 @@ async def restore_checkpoint(
 
     Args:
         bus: bound to the run, with its groups set.
-        checkpoint: the checkpoint to restore.
         spec: the saved spec, or one with another budget or other sync settings; the tensors must be the same.
         nonce: the nonce under which the caller holds the leases of all fragments.
-        syncer: the caller's name, for the tape.
-        clock: gives the times on the tape.
-        offload: reads files, and runs heavy work.
         finished: True if the run should stay finished, as it was saved.
 
     Raises:
@@ -156,8 +152,6 @@ async def _restore_fragment(
         Commit(
             nonce=nonce,
             expected=None,
-            version=saved.version,
-            digest=digest,
             published=published,
             window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
             merged=(),

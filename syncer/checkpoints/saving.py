@@ -91,15 +91,9 @@ def checkpoint_name(tokens: int, random_hex: RandomHex) -> str:
 
 
 async def begin_checkpoint(place: Place, name: str, leftovers: Leftovers, offload: Offload) -> None:
-    """Remove the leftovers of killed writers, and make the folder.
+    """Remove the leftovers of killed writers from the run's folder, and make the checkpoint's.
 
     Other syncers that find the folder know that the checkpoint is in their own place, and can help.
-
-    Args:
-        place: the run's folder.
-        name: of the checkpoint.
-        leftovers: compares this listing of the place with earlier ones.
-        offload: runs blocking work.
 
     Raises:
         OSError: the folder cannot be written.

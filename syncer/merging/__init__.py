@@ -1,1 +1,1 @@
-"""From deltas to the next version of a fragment: merge rules, outer step, repair."""
+"""From deltas to the next version of a fragment: merge rules and outer step."""

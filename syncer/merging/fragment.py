@@ -127,7 +127,6 @@ class FragmentState:
         """Return a downloaded delta if it is sound, otherwise the reason for which it is refused.
 
         Args:
-            offer: its header.
             values: (elements,) in any codec.
             norms: `delta_norms` (tensors,), measured by this syncer: a learner's own report is not trusted.
         """
@@ -179,7 +178,6 @@ class FragmentState:
         Args:
             deltas: M_t, which `rebased` returned, in the order in which they are summed.
             total: has the first of them, or none; overwritten by the step.
-            grown: see `OuterStep`.
         """
         at = self.contributions(deltas), self.sync, self.outer(deltas), State(self.theta, self.momentum)
         return OuterStep(total, *at, grown)

@@ -132,7 +132,6 @@ def rebase(layout: FragmentLayout, delta: Vector, theta: Float32, before: Float3
     It computes theta - before and then adds delta: single float32 operations, so the same bits on every machine.
 
     Args:
-        layout: the fragment's layout.
         delta: (elements,) from the version before, in any codec.
         theta, before: (elements,) values of the current version and of the one before.
     """
@@ -424,7 +423,6 @@ class Sum:
     """
 
     def __init__(self, layout: FragmentLayout) -> None:
-        """Begin with no contributions, in memory of its own."""
         self.layout = layout
         self.values: Float32 = pooled(layout.elements, np.float32)
         """(elements,): the sum so far, in the end the pseudogradient; not set before the first contribution."""
@@ -449,9 +447,7 @@ class Sum:
         """Make the pseudogradient of all contributions; the first `count` are in the sum already.
 
         Args:
-            contributions: all of them.
             recorded: (tensors,) directions of an earlier merge to scale by (for a replay); None: as measured here.
-            each_block: called for each block (see `EachBlock`).
         """
         alone = len(contributions.deltas) == 1
         rest = contributions._replace(shares=[1.0]) if alone else contributions.part(slice(self.count, None))

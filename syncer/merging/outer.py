@@ -48,11 +48,7 @@ def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) 
     a step beyond what the learners agree on overshoots. So does a step in which no delta holds half an interval, as
     with the last deltas of a run: momentum would add the movement of a whole interval to them.
 
-    Args:
-        sync: how the run synchronises.
-        version: of the base.
-        steps: inner steps of each contribution.
-        told: `Head.interval` of the base.
+    `version` and `told` (`Head.interval`) are the base's, `steps` the inner steps of each contribution.
     """
     if version < sync.outer_warmup or 2 * max(steps) < interval_in_force(sync, version, told):
         return Outer(1.0, 0.0)
@@ -85,13 +81,7 @@ class PlainStep:
     """One outer step, taken block by block: `theta -= lr*D`, like torch.optim.SGD."""
 
     def __init__(self, theta: Float32, out: Float32, lr: float) -> None:
-        """Set what each block reads and writes.
-
-        Args:
-            theta: (elements,) the global fragment.
-            out: (elements,) D, overwritten with the new values.
-            lr: outer learning rate.
-        """
+        """Read theta (elements,); out (elements,) has D and is overwritten with the new values."""
         self._theta, self._out, self._lr = theta, out, lr
         self._scratch = np.empty(min(BLOCK, len(out)), np.float32)
 
@@ -212,8 +202,6 @@ def matrix_blocks(
     O keeps the Frobenius length of a matrix. For a tensor that is not a matrix O(x) = x, as in `NesterovStep`.
 
     Args:
-        layout: says which tensors are matrices.
-        step: what is read and written.
         found: (matrix elements,), overwritten with O(D + mu*b) of the matrices, one after another, as computed here.
         recorded: `found` of an earlier step, to step by instead of what is computed here (for a replay).
 
@@ -299,10 +287,6 @@ class OuterStep:
 
         Args:
             total: has the first of the contributions, or none; overwritten by the step.
-            contributions: all that are merged.
-            sync: outer optimizer, codec of the global and chunk size.
-            outer: from `outer_at`.
-            before: the state at the base.
             grown: called by the thread that takes the step, when more chunks of any payload are whole.
         """
         self._sum, self._contributions, layout = total, contributions, total.layout

@@ -1,15 +1,11 @@
 """The event tape's archive on disk: concatenated msgpack records, in one file for each group and writer.
 
-Every syncer archives all tapes, each into its own files, so that nothing is lost if any of them is killed; readers of
-an archive take each record once. Only the lead trims the tapes, and only what it has on its own disk. `KEEP_UNTRIMMED`
-entries stay for readers that lag, which include the other archives.
+Every syncer archives all tapes, each into its own files; readers of an archive take each record once. A server that
+took over may lack entries of its predecessor's tape: then its whole tape is archived once more (`tape_reading`).
 
-A Redis server that took over may lack entries that were archived from its predecessor. Then its whole tape is archived
-once more (`tape_reading`).
-
-A lead whose disk is full or hangs trims nothing, and archives the tape later. If another syncer's disk fails, its
-archive lacks what the lead trims meanwhile, but the lead's archive has it. A lead without an archive trims by age
-(`tape_kept_s`), and what a failing disk missed by then is in no archive.
+Only the lead trims the tapes, and only what it has on its own disk, except for `KEEP_UNTRIMMED` entries. If another
+syncer's disk fails, the lead's archive has what that one lacks. A lead without an archive trims by age (`tape_kept_s`),
+and what a failing disk missed by then is in no archive.
 """
 
 import asyncio
@@ -51,15 +47,7 @@ class TapeArchive:
         trims: Callable[[], bool],
         offload: Offload = asyncio.to_thread,
     ) -> None:
-        """Open the files.
-
-        Args:
-            bus: the run's tapes.
-            groups: number of tapes.
-            directory: where the files are; may be shared with other writers.
-            writer: hex digits unique to this writer, even compared with an earlier life of this syncer.
-            trims: returns whether this syncer trims the tapes.
-            offload: writes files.
+        """Open the files. `writer` is unique in the folder, even compared with an earlier life of this syncer.
 
         Raises:
             UsageError: the folder cannot be written.

@@ -12,7 +12,6 @@ class Disk:
     """Does one writer's work on a disk, one piece after the other, so that a hanging disk blocks one thread only."""
 
     def __init__(self, offload: Offload) -> None:
-        """offload: runs blocking work."""
         self._offload, self._turn = offload, asyncio.Lock()
         self._late = False
         """True if a caller has given up the work that has its turn, or its wait for that turn."""

@@ -128,11 +128,7 @@ class Recorder:
     def __init__(self, directory: Path, spec: Spec, writer: str, offload: Offload = asyncio.to_thread) -> None:
         """Begin or continue the recording of a run. This blocks, so call it off the event loop.
 
-        Args:
-            directory: where the recording is; may be shared with other syncers of the same run.
-            spec: the run's spec.
-            writer: hex digits that are unique to this syncer, since two may merge the same version (one is committed).
-            offload: writes files.
+        `writer` is unique to this syncer, since two may merge the same version (one is committed).
 
         Raises:
             UsageError: the folder cannot be written, or holds the recording of another run.

@@ -141,15 +141,7 @@ def _shown(value: Any) -> str:
 
 
 def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: RecordedMerge, tape: Committed) -> Checked:
-    """Make one merge again and compare it with the tape.
-
-    Args:
-        layout: the fragment's layout.
-        sync: how the run synchronised.
-        base: replayed values of the version that was merged into.
-        recorded: the inputs of the merge.
-        tape: the record of its commit.
-    """
+    """Make one merge again, from its recording and the replayed values of its base, and compare it with the tape."""
     problems, largest = _facts(recorded, tape), 0.0
     parts = recorded.header.contributions
 
@@ -236,7 +228,6 @@ def replay(
     """Replay all merges of a run.
 
     Args:
-        directory: the recording.
         tape: the run's commits, by time; they are of several histories if the bus was ever rewound.
         progress: called with the number of merges that were done since the last call.
         saved: (fragment, version, digest) of a checkpoint of the run; the tape must have them.

@@ -1,6 +1,6 @@
 """Recovery of a run's spec, state and reports after the bus has lost them. Runs on asyncio.
 
-Heads are recovered by their owners (`repair`). A bus that came back empty is recognised by its missing state.
+Heads are recovered by their owners (`installing`). A bus that came back empty is recognised by its missing state.
 """
 
 from collections.abc import Sequence

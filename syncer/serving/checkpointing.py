@@ -38,12 +38,6 @@ class Checkpoints:
     ) -> None:
         """Begin with nothing saved.
 
-        Args:
-            context: the syncer's.
-            place: a folder or the address of an object store.
-            lease_s: how long a lease lasts.
-            served: returns the fragments that this syncer serves now.
-
         Raises:
             UsageError: the place is in a store that is not supported.
         """
@@ -189,7 +183,6 @@ class Checkpoints:
         The run continues meanwhile, and `keep` retries on its own.
 
         Args:
-            fragments: the fragments that are this syncer's to save.
             told: True if this syncer no longer moves the run, so that this method must name the checkpoint in the run's
                 state itself.
 

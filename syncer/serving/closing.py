@@ -1,8 +1,6 @@
-"""End of a run that several syncers may share (asyncio): one of them refuses the rest and writes the manifest.
+"""End of a run that several syncers may share (asyncio), as ARCHITECTURE.md tells under "Ending".
 
-When the run is closing, every syncer lets its merges in progress be committed, gives its leases back and calls
-`finish_run`. The syncer that gets the lease of fragment 0 gathers all other leases (those of a dead syncer expire).
-While it holds them all, no other syncer can commit. If it dies, its leases expire too, and the next one does the same.
+The syncer that holds the leases of all fragments refuses the rest and writes the manifest: no other can commit then.
 """
 
 import asyncio
@@ -27,13 +25,7 @@ async def finish_run(
 ) -> RunState | None:
     """Wait until the closing run is finished, and finish it unless another syncer does.
 
-    Args:
-        bus, clock: the syncer's.
-        nonce: of the syncer's leases.
-        fragments: number of fragments.
-        lease_s: how long a lease lasts.
-        stop: set to give up.
-        known: the closing state, written again if the bus has lost it.
+    `known` is the closing state, which is written again if the bus has lost it.
 
     Returns:
         The finished run's state; None if `stop` was set first.

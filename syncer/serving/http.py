@@ -6,14 +6,8 @@
 /metrics  Prometheus text
 /         the page (`pipeline.view.page`): its files are under /page/, its data comes from /page/events
 
-Access: if a token is set (DILOCO_HTTP_TOKEN), all paths require `Authorization: Bearer TOKEN`, except /healthz and the
-page's files. These files hold nothing of the run; they ask their reader for the token and send it. Without a token,
-everybody who reaches the address (loopback by default) may read everything. Only a browser that acts for a page from
-elsewhere may not: the Host header must be one that no such page can have (`_is_ours`).
-
-Limits: each connection serves one request and has a fixed time for it, however it behaves. A connection above the
-maximum number is closed at once. Readers of the page's events may stay longer. A reverse proxy does more: put one in
-front if the server faces more than your own network.
+SECURITY.md tells who may read what. Each connection serves one request and has a fixed time for it, however it behaves;
+only readers of the page's events may stay longer. A connection above the maximum number is closed at once.
 """
 
 import asyncio

@@ -34,9 +34,7 @@ class Lead:
         """Write the state that follows from the current one, and return it; None before the run has parameters.
 
         Args:
-            state: the current state; None if the run has none.
             checkpoint: the checkpoint that this syncer is saving, "" for none.
-            problem: see `RunState.problem`.
 
         Raises:
             BusError: the bus failed; call it again.

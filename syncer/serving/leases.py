@@ -1,10 +1,7 @@
 """Leases of the fragments that this syncer serves (asyncio): renewing them, and sharing fragments with other syncers.
 
-Every third of a lease time, `keep` renews the held leases, and `share` announces this syncer and learns which others
-are live. `share` then gives back the leases above this syncer's quota (`sharing`), or takes free ones up to it. Before
-a lease is given back, its owner ends a merge in progress, with the lease renewed meanwhile. Pending deltas stay on the
-fragment's streams, from which the successor rebuilds the window. If a syncer dies, its leases and its presence expire
-within a lease time, and the others find the leases free within a third of one.
+ARCHITECTURE.md tells how, under "Several syncers". `keep` renews the held leases; `share` compares
+their number with this syncer's quota (`sharing`), and takes leases or gives them back.
 
 The bus may take longer over one call than a lease lasts. So neither loop waits for the other, and a call that is not
 answered within a quarter of a lease time is given up and made again, which costs at most one round. It may have taken
@@ -17,16 +14,16 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import structlog
 
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import Bus, Clock, FragmentLeases
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.waiting import TICK_S, first_of
+from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.serving.sharing import excess, wanted
 
 T = TypeVar("T")
@@ -38,27 +35,12 @@ TURNS, CALLS, RETRIES = 3, 4, 12
 HEADLESS = 2
 
 
-class Owner(Protocol):
-    """The part of a fragment's owner (`owner.FragmentOwner`) that this module uses."""
-
-    lease: asyncio.Event
-    """Set while the lease is held and is not about to be given back."""
-    idle: asyncio.Event
-    """Set while the owner does nothing that needs the lease."""
-    wake: asyncio.Event
-
-    def forget(self) -> None:
-        """Drop the cached head and values, since another syncer serves the fragment now."""
-
-    def knows(self, head: Head | None) -> bool:
-        """Return whether this head is in the owner's memory; with None, whether any head is."""
-
-
 class Leases:
-    """One syncer's leases, from its start until it parts."""
+    """One syncer's leases, from its start until it parts; `owners` are those of all fragments, in order."""
 
-    def __init__(self, bus: Bus, clock: Clock, owners: Sequence[Owner], nonce: str, name: str, lease_s: float) -> None:
-        """Begin without leases. `owners` has all fragments' owners, in order; each serves while its `lease` is set."""
+    def __init__(
+        self, bus: Bus, clock: Clock, owners: Sequence[FragmentOwner], nonce: str, name: str, lease_s: float
+    ) -> None:
         self._bus, self._clock, self._owners = bus, clock, owners
         self._nonce, self._name, self._lease_s = nonce, name, lease_s
         self.syncers: tuple[str, ...] = ()

@@ -276,9 +276,7 @@ class Start:
     async def _resume(self, checkpoint: Checkpoint, mode: Callable[[], Awaitable[StartMode]]) -> None:
         """Put a checkpoint on the bus, or wait until another syncer has put its own there, which has no fewer.
 
-        Args:
-            checkpoint: this syncer's.
-            mode: called again, since the bus may have changed meanwhile.
+        `mode` is called again, since the bus may have changed meanwhile.
         """
         looked_s = self.clock.now()
         while True:

@@ -21,7 +21,7 @@ from diloco.pipeline.messages.run import REDIS_CHANGED, Event, Phase, RunState, 
 from diloco.pipeline.pacing import long_rounds, merge_share, outer_budget, slow_merges
 from diloco.pipeline.settings import SyncerProcess
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.initial_version import InitialVersions
+from diloco.syncer.installing import InitialVersions
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.archive import TapeArchive
 from diloco.syncer.serving.bus_recovery import BusRestorer

@@ -821,7 +821,7 @@ async def test_full_memory_refuses_bulk_and_lets_the_owner_finish(bus: Bus, back
     assert await bus.acquire_lease(0, A, 50)
     assert await bus.acquire_lease(7, A, 50)
     await bus.commit(commit)
-    at = 1, commit.digest
+    at = 1, commit.record.digest
     await bus.write_window(0, A, at, IDLE, None)
     await bus.refuse(0, Refusal(nonce=A, expected=at, entries=(), delta_payloads=(delta,), records=()))
     await bus.write_state(samples.run_state())

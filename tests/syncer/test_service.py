@@ -22,7 +22,7 @@ from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.needs import needs_of, pace_of
 from diloco.pipeline.site import Site
 from diloco.syncer.checkpoints.loading import load_checkpoint
-from diloco.syncer.initial_version import AT_ONCE
+from diloco.syncer.installing import AT_ONCE
 from diloco.syncer.serving.start import check_memory
 from diloco.syncer.serving.supervisor import _Presence
 from diloco.syncer.times import TIMES

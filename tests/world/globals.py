@@ -37,7 +37,7 @@ class Globals:
     def of(self, commit: Commit) -> tuple[Float64, Float64, Float64] | None:
         """The exact values of a commit, as they lie on the bus, those that learners train from, and the momentum."""
         p, of = commit.record.fragment, commit.published
-        found = self.whole(of.payload, of.rest, p, commit.digest)
+        found = self.whole(of.payload, of.rest, p, commit.record.digest)
         momentum = self.values(of.momentum.key, p, None) if of.momentum else None
         if found is None:
             return None

@@ -431,8 +431,8 @@ class Oracle:
         if commit.lost is not None:
             self._put_back(p, commit)
             return
-        if commit.version != state.version + 1:
-            self.broken("a version rises by exactly 1", f"fragment {p}: {state.version} to {commit.version}")
+        if commit.record.version != state.version + 1:
+            self.broken("a version rises by exactly 1", f"fragment {p}: {state.version} to {commit.record.version}")
         found = self._globals.of(commit)
         if found is None:
             return
@@ -442,32 +442,34 @@ class Oracle:
         state.before = state.theta
         state.theta = theta
         self._check_interval(p, commit, state)
-        state.version, state.interval, state.window_closed = commit.version, commit.interval, False
-        state.digests[commit.version] = commit.digest
-        self._committed[p, commit.version, commit.digest] = shown
+        state.version, state.interval, state.window_closed = commit.record.version, commit.interval, False
+        state.digests[commit.record.version] = commit.record.digest
+        self._committed[p, commit.record.version, commit.record.digest] = shown
         state.momentum = momentum
-        self._ever[p, commit.version, commit.digest] = state.copy()
+        self._ever[p, commit.record.version, commit.record.digest] = state.copy()
         self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
         if any(one.key in self._store.expiries for one in commit.published.payloads):
-            self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
+            self.broken("what a commit made stay stays", f"fragment {p} version {commit.record.version} expires")
 
     def _check_interval(self, p: int, commit: Commit, state: Surviving) -> None:
         """Never shorter than planned, nor longer unless that is asked for; the tape says by which the merge went."""
-        planned, told = reference.interval(self._spec.sync, commit.version), commit.interval
+        version, told = commit.record.version, commit.interval
+        planned = reference.interval(self._spec.sync, version)
         if told > planned and not self._spec.sync.stretch:
-            self.broken("an interval is as planned", f"fragment {p} version {commit.version}: {told}, not {planned}")
-        self._intervals.setdefault((p, commit.version, commit.digest), set()).add(told)
+            self.broken("an interval is as planned", f"fragment {p} version {version}: {told}, not {planned}")
+        self._intervals.setdefault((p, version, commit.record.digest), set()).add(told)
         if commit.expected is not None and (told < planned or commit.record.interval != state.interval):
             detail = f"{told} where {planned} is planned, merged at {commit.record.interval} of {state.interval}"
-            self.broken("an interval is stretched only", f"fragment {p} version {commit.version}: {detail}")
+            self.broken("an interval is stretched only", f"fragment {p} version {version}: {detail}")
 
     def _put_back(self, p: int, commit: Commit) -> None:
         """A version that the bus has lost, without a head in its place: the same values, momentum and history."""
-        state, was = self.fragments[p], self._ever.get((p, commit.version, commit.digest))
+        version = commit.record.version
+        state, was = self.fragments[p], self._ever.get((p, version, commit.record.digest))
         if state.version >= 0 or was is None:
-            self.broken("only what was lost is put back", f"fragment {p}: version {commit.version} on {state.version}")
+            self.broken("only what was lost is put back", f"fragment {p}: version {version} on {state.version}")
             return
         found = self._globals.of(commit)
         if found is None:
@@ -475,7 +477,7 @@ class Oracle:
         theta, _, momentum = found
         state.before = was.before
         if not np.array_equal(theta, was.theta) or np.abs(momentum - was.momentum).max() > CLOSE:
-            self.broken("what is put back is the same", f"fragment {p} version {commit.version}: {theta}, {momentum}")
+            self.broken("what is put back is the same", f"fragment {p} version {version}: {theta}, {momentum}")
         if commit.interval != was.interval:
             self.broken("what is put back is the same", f"fragment {p}: interval {commit.interval}")
         state.version, state.interval, state.window_closed = was.version, was.interval, False
@@ -496,13 +498,13 @@ class Oracle:
 
     def _check_merge(self, link: Link, p: int, commit: Commit, theta: Float64, momentum: Float64) -> None:
         state, parts, sync = self.fragments[p], commit.record.contributions, self._syncs[p]
-        where = f"fragment {p} version {commit.version}"
+        where = f"fragment {p} version {commit.record.version}"
         if len({part.learner for part in parts}) != len(parts):
             self.broken("a learner counts once", f"{where}: {[part.learner for part in parts]}")
         if len(parts) < (1 if self._ever_drained else sync.quorum):
             self.broken("no merge below the quorum", f"{where}: {len(parts)} of {sync.quorum}")
         counters, interval = [(part.steps, part.tokens) for part in parts], commit.record.interval
-        interval = interval or reference.interval(sync, commit.version - 1)
+        interval = interval or reference.interval(sync, commit.record.version - 1)
         weights = algorithm.merge_weights(counters, sync.weights, interval=interval)
         given = np.array([part.weight for part in parts])
         if (given < 0).any() or np.abs(given - weights).max() > 1e-12 or abs(given.sum() - 1) > 1e-12:
@@ -514,7 +516,7 @@ class Oracle:
                 self.broken("what is merged was offered", f"{where}: {part.learner}'s delta on {part.base_version}")
                 return
             state.pending.pop(entry, None)
-            if not commit.version - 2 <= header.base_version < commit.version:
+            if not commit.record.version - 2 <= header.base_version < commit.record.version:
                 self.broken("staleness is at most 1", f"{where}: base {header.base_version}")
             if header.base_digest != state.digests.get(header.base_version):
                 self.broken("a base is on record", f"{where}: base {header.base_version} of a lost history")

@@ -304,7 +304,7 @@ def brief(method: str, args: tuple[Any, ...]) -> str:
             return f"p{header.fragment} base {header.base_version} attempt {header.attempt} due {header.due}"
         case "commit", (commit,):
             who = ",".join(part.learner for part in commit.record.contributions)
-            return f"p{commit.record.fragment} version {commit.version} of {who}"
+            return f"p{commit.record.fragment} version {commit.record.version} of {who}"
         case "refuse", (p, refusal):
             return f"p{p} {[(r.learner, r.reason.value) for r in refusal.records]}"
         case "write_window", (p, _, _, window, _):
