@@ -20,7 +20,7 @@ class Lapses:
     def found(self, nonce: str, method: str, args: tuple[Any, ...], outcome: Any) -> bool:
         """Whether a call that took effect shows that a merge has outlived its lease; once a merge."""
         if method == "commit":
-            of, lapsed = (args[0].record.fragment, args[0].version), isinstance(outcome, LeaseLost)
+            of, lapsed = (args[0].record.fragment, args[0].record.version), isinstance(outcome, LeaseLost)
         elif method == "write_chunks" and kind_of(args[0]) == "global":
             fragment, version = (int(part) for part in args[0].split(":")[-3:-1])  # see `RunKeys.global_payload`
             of = fragment, version
