@@ -199,7 +199,7 @@ def command(
     With --replay, repeat all its merges from the deltas that --record-deltas kept, and compare.
     """
     if recording is not None:
-        raise typer.Exit(_check(settings, recording, folder, json_lines))
+        raise typer.Exit(check_replay(settings, recording, folder, json_lines))
     records = records_of(settings, folder)
     for record in records:
         typer.echo(as_json(record) if json_lines else as_text(record, records[0].unix_s))
@@ -208,7 +208,7 @@ def command(
 # --- replay ---------------------------------------------------------------------------------------------
 
 
-def _check(settings: BusSettings, recording: Path, folder: Path | None, json_object: bool) -> int:
+def check_replay(settings: BusSettings, recording: Path, folder: Path | None, json_object: bool) -> int:
     """Replay `recording`, print the result, and return the exit status: 1 if anything differs.
 
     Raises:

@@ -45,8 +45,8 @@ REPLAY = (
     LOOK
     + """
 from diloco.cli import main
-from diloco import replay
-replay.list_recording = lambda folder: look() or set()
+from diloco import tape
+tape.list_recording = lambda folder: look() or set()
 main(["tape", "--replay", "nowhere"])
 """
 )

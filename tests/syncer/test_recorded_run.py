@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco import replay
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.settings import BusSettings
 from diloco.syncer.checkpoints.loading import load_checkpoint
-from diloco.tape import read_archive
+from diloco.tape import check_replay, read_archive
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import recorded
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -28,7 +27,7 @@ def test_its_tape_and_its_deltas_are_read_and_replayed_bit_for_bit(
 ) -> None:
     merges = [one for one in read_archive(run / "tape") if isinstance(one, Committed)]
     assert sum(bool(one.contributions) for one in merges) >= 10
-    assert replay.check(BusSettings(), run / "deltas", None, as_json=True) == 0
+    assert check_replay(BusSettings(), run / "deltas", None, json_object=True) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["made_again"] == told["merges"] >= 10
 

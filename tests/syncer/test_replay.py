@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from diloco import replay as command
+from diloco import tape as command
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, TensorSpec
@@ -733,7 +733,7 @@ def test_the_command_looks_at_the_recording_before_it_reads_the_tape(copy, monke
         return [c for c in commits if c.fragment == 0 or c.version <= last]
 
     monkeypatch.setattr(command, "_tape", tape)
-    assert command.check(BusSettings(), folder, None, as_json=False) == 0
+    assert command.check_replay(BusSettings(), folder, None, json_object=False) == 0
     assert "all equal" in capsys.readouterr().out
 
 
