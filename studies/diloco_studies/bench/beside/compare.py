@@ -27,7 +27,7 @@ from diloco_studies.bench.plain import Plain
 
 LEARNERS = 2
 OUTER_LR = 0.7
-OURS = "ours, the defaults"
+OURS = "ours, the default outer step"
 WAYS: dict[str, tuple[Codec, OuterName]]
 WAYS = {
     OURS: (defaults(SyncSettings)["codec"], defaults(SyncSettings)["outer"]),
