@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.needs import INTERVALS
@@ -44,16 +44,13 @@ class Pace(NamedTuple):
         return max(self.merge_s, self.outer_s)
 
 
-class OuterBudget(NamedTuple):
-    """How the slowest outer step compares with the time available for it."""
+class OuterStep(TypedDict):
+    """How the outer step of the slowest fragment fits into a round."""
 
     outer_s: float
-    budget_s: float
-
-    @property
-    def share(self) -> float:
-        """Share of the available time that is used; above 1 the step does not fit."""
-        return self.outer_s / self.budget_s
+    room_s: float
+    share: float
+    """Share of the available time; above 1 the step does not fit."""
 
 
 def budget_steps(sync: SyncSpec, version: int) -> float:
@@ -77,10 +74,13 @@ def min_step_s(sync: SyncSpec, outer_s: float, together_s: float) -> float:
     return max(outer_s / full_budget_steps(sync), together_s / (sync.sync_interval + full_budget_steps(sync)))
 
 
-def outer_budget(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float]) -> OuterBudget | None:
+def outer_budget(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float]) -> OuterStep | None:
     """Return how the slowest outer step fits, measured against the full interval; None if nothing is known yet."""
     known, step_s = [one.outer_s for one in fragments if one.outer_s], _usual(step_times)
-    return OuterBudget(max(known), full_budget_steps(sync) * step_s) if known and step_s else None
+    if not known or not step_s:
+        return None
+    outer_s, room_s = max(known), full_budget_steps(sync) * step_s
+    return OuterStep(outer_s=outer_s, room_s=room_s, share=outer_s / room_s)
 
 
 def _usual(step_times: Sequence[float]) -> float | None:

@@ -20,9 +20,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from diloco.pipeline.pacing import OuterStep
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.merged_share import MergedShare
-from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, OuterStep, Status, TokensLost, present, speed
+from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, TokensLost, present, speed
 
 PLAIN_EVERY_S = 10.0
 # Most learners, and most fragments, that are shown: more rows would not fit on a screen.

@@ -9,16 +9,20 @@ The two remainders, `unpublished` and `missing`, are explained: as pending, if t
 rejected, if there were too many refusals for the tape to list; else they are `unaccounted`, which means a bug.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeRecord
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.tape import Committed, Contribution, Rejected, Rewound, TapeRecord
 from diloco.pipeline.view.ledger_inputs import Incarnation, LedgerInputs
 
 # Why tokens are not merged, by the names in reports.
 CAUSES = ("overwritten", "rejected", "died", "pending", "unaccounted")
+Fate = Literal["merged", "offered", "refused"]
 
 
 @dataclass(slots=True)
@@ -154,14 +158,13 @@ def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout:
     books = _DeltaFates(layout)
     for commit in commits:
         for part in commit.contributions:
-            books.merge(commit.fragment, part.learner, part.incarnation, part.base_version, part.tokens)
-    put = books.refuse if ledger_inputs.finished else books.offer
+            books.note("merged", commit.fragment, part)
     for header in ledger_inputs.offers:
-        put(header.fragment, header.learner, header.incarnation, header.base_version, header.tokens)
+        books.note("refused" if ledger_inputs.finished else "offered", header.fragment, header)
     untold = {record.learner for record in records if isinstance(record, Rejected) and record.last_told}
     for record in records:
         if isinstance(record, Rejected) and record.lost_tokens:
-            books.refuse(record.fragment, record.learner, record.incarnation, record.base_version, record.tokens)
+            books.note("refused", record.fragment, record)
     found = books.close()
     bus_lost = lost or any(report.outages for report in ledger_inputs.reports)
     reported = set()
@@ -194,34 +197,20 @@ class _DeltaFates:
 
     def __init__(self, layout: Layout) -> None:
         self._elements = {fragment.id: fragment.elements for fragment in layout.fragments}
-        self._merged: dict[tuple[int, str, str, int], int] = {}
-        self._offered: dict[tuple[int, str, str, int], int] = {}
-        self._refused: dict[tuple[int, str, str, int], int] = {}
+        self._tokens: defaultdict[tuple[int, str, str, int], Counter[Fate]] = defaultdict(Counter)
 
-    def merge(self, fragment: int, learner: str, incarnation: str, base: int, tokens: int) -> None:
-        """A delta's tokens are part of a surviving merge."""
-        self._merged[fragment, learner, incarnation, base] = tokens
-
-    def offer(self, fragment: int, learner: str, incarnation: str, base: int, tokens: int) -> None:
-        """A delta's header is on a stream."""
-        self._keep_max(self._offered, (fragment, learner, incarnation, base), tokens)
-
-    def refuse(self, fragment: int, learner: str, incarnation: str, base: int, tokens: int) -> None:
-        """A delta was refused. Another delta of the same training may have been merged, or may still be."""
-        self._keep_max(self._refused, (fragment, learner, incarnation, base), tokens)
-
-    @staticmethod
-    def _keep_max(column: dict[tuple[int, str, str, int], int], key: tuple[int, str, str, int], tokens: int) -> None:
-        column[key] = max(column.get(key, 0), tokens)
+    def note(self, fate: Fate, fragment: int, delta: Contribution | DeltaHeader | Rejected) -> None:
+        """Count a delta as part of a surviving merge, as a header on a stream, or as refused."""
+        found = self._tokens[fragment, delta.learner, delta.incarnation, delta.base_version]
+        found[fate] = max(found[fate], delta.tokens)
 
     def close(self) -> dict[Incarnation, Account]:
         """Return the accounts, with what arrived from each incarnation."""
         found: dict[Incarnation, Account] = {}
-        for key in sorted({*self._merged, *self._offered, *self._refused}):
-            fragment, learner, incarnation, _ = key
-            merged = self._merged.get(key, 0)
-            offered = max(0, self._offered.get(key, 0) - merged)
-            rejected = max(0, self._refused.get(key, 0) - merged - offered)
+        for (fragment, learner, incarnation, _), tokens_by_fate in sorted(self._tokens.items()):
+            merged = tokens_by_fate["merged"]
+            offered = max(0, tokens_by_fate["offered"] - merged)
+            rejected = max(0, tokens_by_fate["refused"] - merged - offered)
             one = found.setdefault((learner, incarnation), Account(learner, incarnation))
             elements = self._elements[fragment]
             one.merged += merged * elements

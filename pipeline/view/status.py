@@ -16,13 +16,18 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MAX_TOKENS
-from diloco.pipeline.pacing import Pace, long_rounds, outer_budget, slow_merges
+from diloco.pipeline.pacing import OuterStep, Pace, long_rounds, outer_budget, slow_merges
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.view import trouble
 from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.pipeline.view.merged_share import MergedShare, shares
 
 NO_FACTS = trouble.EventFacts()
+# Fields of a learner's report that its status repeats.
+REPORTED = (
+    *("incarnation", "left", "step", "tokens", "tokens_per_s", "loss", "step_s", "step_s_median", "pull_s"),
+    *("blocked_s", "wall_s", "host", "device", "ranks", "moments"),
+)
 
 
 class LearnerStatus(TypedDict):
@@ -110,15 +115,6 @@ class EvaluationStatus(TypedDict):
     final: bool
 
 
-class OuterStep(TypedDict):
-    """How the outer step of the slowest fragment fits into a round (`pipeline.pacing`)."""
-
-    outer_s: float
-    room_s: float
-    share: float
-    """Share of the available time; above 1 the step does not fit."""
-
-
 class TokensLost(TypedDict):
     """Tokens of the whole model that are not merged, by cause."""
 
@@ -159,27 +155,12 @@ class Status(TypedDict):
 
 
 def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
-    report, live = seen.report, is_live(seen, live_s)
     return {
-        "id": report.learner,
-        "incarnation": report.incarnation,
-        "live": live,
-        "left": report.left,
-        "step": report.step,
-        "tokens": report.tokens,
-        "tokens_per_s": report.tokens_per_s,
-        "loss": report.loss,
-        "step_s": report.step_s,
-        "step_s_median": report.step_s_median,
-        "pull_s": report.pull_s,
-        "blocked_s": report.blocked_s,
-        "wall_s": report.wall_s,
-        "versions": list(report.versions),
+        "id": seen.report.learner,
+        "live": is_live(seen, live_s),
+        "versions": list(seen.report.versions),
         "age_s": seen.age_s,
-        "host": report.host,
-        "device": report.device,
-        "ranks": report.ranks,
-        "moments": report.moments,
+        **{name: getattr(seen.report, name) for name in REPORTED},  # type: ignore[typeddict-item]
     }
 
 
@@ -386,12 +367,9 @@ def build_status(
         "fragments": [_fragment(head, None if spec is None else spec.sync, layout, now_unix_s) for head in present],
         "evaluation": None
         if evaluation is None
-        else {
-            "loss": evaluation.loss,
-            "tokens": evaluation.tokens,
-            "elapsed_s": evaluation.elapsed_s,
-            "final": evaluation.final,
-        },
-        "outer_step": outer and OuterStep(outer_s=outer.outer_s, room_s=outer.budget_s, share=outer.share),
+        else EvaluationStatus(
+            loss=evaluation.loss, tokens=evaluation.tokens, elapsed_s=evaluation.elapsed_s, final=evaluation.final
+        ),
+        "outer_step": outer,
         "warnings": warnings,
     }

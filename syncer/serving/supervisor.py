@@ -240,9 +240,9 @@ class Serving:
         steps = [seen.report.step_s for seen in self._watch.live()]
         served = [owner for owner in self.owners if owner.lease.is_set()]
         paces = [pace for owner in served if (pace := owner.pace) is not None]
-        budget = outer_budget(sync, paces, steps)
-        metrics.outer_room.set(budget.budget_s if budget else math.nan)
-        metrics.outer_share.set(budget.share if budget else math.nan)
+        outer = outer_budget(sync, paces, steps)
+        metrics.outer_room.set(outer["room_s"] if outer else math.nan)
+        metrics.outer_share.set(outer["share"] if outer else math.nan)
         reckoned = not any(owner.state.merges.measured for owner in served)
         together_s = sum(pace.outer_s for pace in paces) / self.context.speed.at_once if reckoned else 0.0
         share = merge_share(sync, paces, steps, together_s)

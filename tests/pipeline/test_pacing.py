@@ -69,9 +69,7 @@ def test_what_steps_took_counts_as_soon_as_two_are_made():
 def test_the_room_of_an_outer_step_is_that_of_the_full_interval():
     """A third of 4 steps of 0.1 s, and the fragment that is worst off."""
     budget = outer_budget(samples.sync_spec(first_interval=1), [Pace(0, 0, 0.0, 0.1), Pace(1, 0, 9.0, 0.2)], [0.1])
-    assert budget.outer_s == 0.2
-    assert budget.budget_s == pytest.approx(0.4 / 3)
-    assert budget.share == pytest.approx(1.5)
+    assert budget == {"outer_s": 0.2, "room_s": pytest.approx(0.4 / 3), "share": pytest.approx(1.5)}
     assert outer_budget(samples.sync_spec(), [Pace(0, 0, 9.0)], [0.1]) is None
     assert outer_budget(samples.sync_spec(), [Pace(0, 0, 0.0, 0.1)], [0.0]) is None
 
