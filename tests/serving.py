@@ -36,7 +36,7 @@ async def serving(answer: Answer) -> AsyncIterator[int]:
         await asyncio.sleep(0)
 
 
-async def no_events(_: str) -> AsyncIterator[bytes]:
+async def no_events() -> AsyncIterator[bytes]:
     """What nobody follows, for the HTTP side."""
     return
     yield b""

@@ -1,7 +1,6 @@
 """Serve the page of a run in progress, and leave it in the run's folder when it ends."""
 
 import asyncio
-import secrets
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -41,7 +40,7 @@ async def served(
 
     Yields the collector, which reads the run, and the page's address.
 
-    way: how others reach the bus, which the page shows.
+    route: how others reach the bus, which the page shows.
 
     Raises:
         UsageError: the server cannot listen on the address.
@@ -51,7 +50,7 @@ async def served(
     from diloco.syncer.serving.http import start_http
 
     clock = bus.clock
-    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S, route=route)
+    collector = Collector(bus, clock, idle_s=EVERY_S, route=route)
     registry = registry_of(bus.keys.run)
     registry.register(RunMetrics(collector.reading, clock, lambda: True))
 

@@ -31,8 +31,8 @@ from diloco.syncer.times import TIMES
 # Maximum number of open connections.
 CONNECTIONS = 64
 
-# `follow(last_id)` yields server-sent events after that with this id, without end (`pipeline.view.page.collector`).
-Follow = Callable[[str], AsyncIterator[bytes]]
+# `follow()` yields server-sent events without end (`pipeline.view.page.collector`).
+Follow = Callable[[], AsyncIterator[bytes]]
 EVENTS = "/page/events"
 # Headers of everything that a browser shows.
 SAFE = {
@@ -140,7 +140,7 @@ async def _send_events(request: web.BaseRequest, follow: Follow) -> web.StreamRe
     """Send the page's events until the client is gone, is too slow, or `http_stream_s` is over."""
     response = web.StreamResponse(headers={**SAFE, "Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     response.force_close()
-    events = follow(request.headers.get("Last-Event-ID", "")[:64])
+    events = follow()
     with suppress(TimeoutError, ConnectionError):
         async with asyncio.timeout(TIMES.http_stream_s), aclosing(events):  # type: ignore[type-var]  # a generator
             await response.prepare(request)

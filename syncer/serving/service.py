@@ -179,7 +179,7 @@ async def serve(settings: SyncerProcess) -> int:
     if bus is None:
         return AGAIN_STATUS
     service = SyncerService(bus, bus.clock, settings, metrics)
-    collector = Collector(bus, service.clock, service.nonce, settings.liveness_s, route=RedisRoute.of(url))
+    collector = Collector(bus, service.clock, settings.liveness_s, route=RedisRoute.of(url))
     metrics.registry.register(RunMetrics(collector.reading, service.clock, service.leads))
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()

@@ -15,7 +15,7 @@ from tests.virtual_run import RUN, VirtualRun
 
 def collector_of(world: VirtualRun) -> Collector:
     """By the clock of the toy run, which is that of the event loop, real or not."""
-    return Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
+    return Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock())
 
 
 @asynccontextmanager

@@ -170,9 +170,9 @@ def test_a_page_that_fails_says_so_and_is_made_anew(monkeypatch: pytest.MonkeyPa
 
     async def main() -> None:
         world, party = await under_way(2)
-        collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
+        collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock())
         running, said = asyncio.create_task(collector.run()), list[str]()
-        async with aclosing(collector.follow("")) as events:
+        async with aclosing(collector.follow()) as events:
             async for event in events:
                 data = json.loads(event.decode().split("data: ")[1])
                 if not (said and data.get("sentence") is None):

@@ -239,7 +239,7 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
             )
             server.kill()
             time.sleep(4.5)  # longer than `verdict.AWAY_S`, and a look
-            said = json.loads(lines_of(address, "/page/events", 3)[2].removeprefix("data: "))["sentence"]
+            said = json.loads(lines_of(address, "/page/events", 2)[1].removeprefix("data: "))["sentence"]
             assert said["level"] == "over"
             assert said["text"].startswith("The run was stopped at 10% of its budget (by the user)")
             process.send_signal(signal.SIGINT)
@@ -305,9 +305,9 @@ def test_a_page_beside_any_run(redis_server: str) -> None:
         assert select.select([process.stdout], [], [], HANGING_S)[0]
         (address,) = re.findall(r"^page (http://127\.0\.0\.1:\d+/) \(it requires DILOCO_", process.stdout.readline())
         assert 'src="/page/app.js"' in "".join(lines_of(address, "/", 30))
-        lines = lines_of(address, "/page/events", 3)
-        assert lines[1] == "event: snapshot\n"
-        said = json.loads(lines[2].removeprefix("data: "))["sentence"]
+        lines = lines_of(address, "/page/events", 2)
+        assert lines[0] == "event: snapshot\n"
+        said = json.loads(lines[1].removeprefix("data: "))["sentence"]
         assert said["text"] == "The run has not started: no learner has joined, and there is no syncer."
         assert said["command"] == f"{sys.executable} -m diloco learner --run beside --redis-url {redis_server}"
         assert 'diloco_run_phase{phase="finished",run="beside"} 0.0\n' in lines_of(address, "/metrics", 1000)

@@ -156,7 +156,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert (await read_ledger_inputs(viewer, 1, 5.0)).reports
     assert len(await viewer.read_tape({0: START})) == 3
     assert len(await viewer.read_events()) == 1
-    await Collector(viewer, LoopClock(), "page")._reader.poll()
+    await Collector(viewer, LoopClock())._reader.poll()
     # The end.
     await syncer.trim_tape(0, "1-0")
     await syncer.trim_events()

@@ -99,7 +99,7 @@ async def test_a_learner_whose_scripts_nobody_loads_waits_and_says_so_in_the_sta
             while not await viewer.read_events():
                 await asyncio.sleep(0.02)
         assert not reached.done()
-        reader = Collector(viewer, LoopClock(), "page")._reader
+        reader = Collector(viewer, LoopClock())._reader
         for status in (await read_status(viewer, LoopClock()), (await reader.poll()).status):
             (warning,) = [one for one in status["warnings"] if "scripts" in one]
             assert "that l0 needs" in warning

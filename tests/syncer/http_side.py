@@ -20,7 +20,7 @@ async def listening(
     status: Callable[[], Awaitable[dict[str, Any]]] = fine,
     ready: Callable[[], tuple[bool, str]] = lambda: (True, "2 of 2 leases held"),
     metrics: Metrics | None = None,
-    events: Callable[[str], AsyncIterator[bytes]] = no_events,
+    events: Callable[[], AsyncIterator[bytes]] = no_events,
     host: str = "127.0.0.1",
     token: str | None = None,
 ) -> AsyncIterator[int]:

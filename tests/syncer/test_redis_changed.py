@@ -26,7 +26,7 @@ async def test_of_several_syncers_one_tells_of_another_server_and_status_and_pag
         assert await changes() == times
     (said,) = [one for one in (await read_status(world.bus, world.clock))["warnings"] if "failed over" in one]
     assert "2 times in the last hour, last 0:" in said
-    collector = Collector(world.bus, VirtualClock(), "e1")
+    collector = Collector(world.bus, VirtualClock())
     await collector.poll()
     marks = [one["who"] for one in collector.model.snapshot()["marks"] if "failed over" in one["what"]]
     assert marks == ["Redis"] * 2

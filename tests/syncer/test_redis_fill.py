@@ -67,7 +67,7 @@ async def test_status_page_metric_log_and_doctor_say_it_together(rounds_free: fl
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
         patch.setattr(MemoryBus, "info", info)
         said = [any("of its maxmemory" in one for one in (await read_status(world.bus, world.clock))["warnings"])]
-        collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
+        collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock())
         await collector.poll()
         said.append("% full" in collector.model.snapshot()["sentence"]["text"])
         registry = CollectorRegistry()

@@ -138,7 +138,7 @@ async def test_a_sum_over_syncers_is_the_runs_also_when_the_lead_changes() -> No
     syncers = [Syncer(world, name) for name in "ab"]
     looking = []
     for one in syncers:
-        collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
+        collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock())
         one.service.metrics.registry.register(RunMetrics(collector.reading, collector._clock, one.service.leads))
         looking.append(asyncio.create_task(collector.run()))
     learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]

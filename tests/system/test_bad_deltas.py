@@ -55,7 +55,7 @@ async def test_the_cosine_of_a_reversed_learner_is_negative_on_the_tape_and_in_t
     learners = started(world)
     flips(learners[4])
     await world.until_version(4)
-    collector = Collector(MemoryBus(RUN, world.clock, world.store), world.clock, "e1")
+    collector = Collector(MemoryBus(RUN, world.clock, world.store), world.clock)
     await collector.poll()
     registry = CollectorRegistry()
     registry.register(RunMetrics(collector.reading, world.clock, lambda: True))

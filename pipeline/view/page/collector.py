@@ -41,7 +41,7 @@ INFO_S = 2.0
 MAX_READ = 50_000
 # Drawing this many entries would block the event loop noticeably, so it is done in a thread.
 MANY = 2000
-# Updates kept for pages that reconnect. A page that has missed more gets a snapshot.
+# Updates kept for pages that read slowly. A page that has missed more gets a snapshot.
 KEPT_PATCHES, KEPT_BYTES = 240, 8 * 2**20
 
 
@@ -60,7 +60,6 @@ class Collector:
         self,
         bus: Bus,
         clock: Clock,
-        epoch: str,
         live_s: float | None = None,
         idle_s: float = UNWATCHED_S,
         route: RedisRoute | None = None,
@@ -70,13 +69,11 @@ class Collector:
         Args:
             bus: the run's bus.
             clock: the event loop's clock.
-            epoch: letters and digits that no other collector has, since update numbers are only unique within a
-                collector.
             live_s: a learner that was silent for this long is not live. None: the value of the run's syncers.
             idle_s: seconds between two polls without followers.
-            way: how parties reach the run's Redis, so that the page can say how to join.
+            route: how parties reach the run's Redis, so that the page can say how to join.
         """
-        self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
+        self._clock, self._idle_s = clock, idle_s
         self._new_reader = partial(RunReader, bus, clock, live_s)
         self._reader = self._new_reader()
         self._new_model = partial(PageModel, bus.keys.run, route or RedisRoute())
@@ -161,21 +158,20 @@ class Collector:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _event(self, kind: str, model: Model) -> bytes:
+    @staticmethod
+    def _event(kind: str, model: Model) -> bytes:
         data = dumps(model, separators=(",", ":"))
-        return f"id: {self._epoch}-{self._number}\nevent: {kind}\ndata: {data}\n\n".encode()
+        return f"event: {kind}\ndata: {data}\n\n".encode()
 
-    async def follow(self, last_id: str) -> AsyncIterator[bytes]:
-        """Yield server-sent events without end: those after `last_id`, or a snapshot first if some were dropped."""
+    async def follow(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events without end: a snapshot, then patches; a snapshot again if some were dropped."""
         self._followers += 1
         try:
             self._wanted.set()
             if not self._number:
                 await self._news.wait()
-            number = self._known(last_id)
-            if number is None:
-                number = self._number
-                yield self._snapshot()
+            number = self._number
+            yield self._snapshot()
             while True:
                 news = self._news  # taken before the updates are read: one that is published later sets this event
                 missed = [one for one in self._updates if one.number > number]
@@ -196,14 +192,6 @@ class Collector:
         if self._whole.number != self._number:
             self._whole = Update(self._number, self._event("snapshot", self.model.snapshot()))
         return self._whole.data
-
-    def _known(self, last_id: str) -> int | None:
-        """Return the number in an id, if all later updates are still kept; otherwise None."""
-        epoch, _, number = last_id.partition("-")
-        if epoch != self._epoch or not (number.isascii() and number.isdigit() and len(number) < 16):
-            return None
-        first = self._updates[0].number if self._updates else self._number + 1
-        return int(number) if first - 1 <= int(number) <= self._number else None
 
 
 class RunReader:

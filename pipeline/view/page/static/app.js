@@ -20,7 +20,7 @@ let shownSpan = 0;
 let chartsAt = -Infinity;
 let asked = false;
 /** Time that scripts have taken for the last update, ms, and how many there were: for who measures it. */
-export const took = { patch: 0, draw: 0, updates: 0, snapshots: 0 };
+export const took = { patch: 0, draw: 0, updates: 0 };
 Object.assign(globalThis, { diloco: { model, took, charts } });
 
 /** @returns {import("./lanes.js").Span} */
@@ -167,10 +167,8 @@ function start() {
   const stream = new Stream(
     (kind, data) => {
       const began = performance.now();
-      if (kind === "snapshot") {
-        model.snapshot(data);
-        took.snapshots += 1;
-      } else model.patch(data);
+      if (kind === "snapshot") model.snapshot(data);
+      else model.patch(data);
       took.patch = performance.now() - began;
       if (element("run").hidden) {
         show();

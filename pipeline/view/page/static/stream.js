@@ -1,6 +1,6 @@
 /**
- * Server-sent events with a token: `EventSource` can send no header, so this reads them by `fetch`. Whoever was away
- * asks for what came after the last id, as `EventSource` does.
+ * Server-sent events with a token: `EventSource` can send no header, so this reads them by `fetch`. Each connection
+ * begins with a snapshot.
  */
 
 const SILENT_MS = 6000; // the server sends something every half a second
@@ -18,7 +18,6 @@ export class Stream {
     this.tell = tell;
     this.ask = ask;
     this.token = sessionStorage.getItem("diloco-token") ?? "";
-    this.lastId = "";
     this.heard = 0;
     this.tries = 0;
     /** @type {AbortController | null} */
@@ -32,7 +31,6 @@ export class Stream {
   /** @param {string} token */
   give(token) {
     this.token = token;
-    this.lastId = "";
     this.follow();
   }
 
@@ -66,8 +64,7 @@ export class Stream {
   async once(signal) {
     this.heard = Date.now();
     /** @type {Record<string, string>} */
-    const headers = this.lastId ? { "Last-Event-ID": this.lastId } : {};
-    if (this.token) headers.Authorization = `Bearer ${this.token}`;
+    const headers = this.token ? { Authorization: `Bearer ${this.token}` } : {};
     try {
       const answer = await fetch("/page/events", { headers, signal, cache: "no-store", credentials: "omit" });
       if (answer.status === 401) return true;
@@ -97,7 +94,6 @@ export class Stream {
       return [line.slice(0, colon), line.slice(colon + 2)];
     }));
     this.take(fields.event, JSON.parse(fields.data));
-    this.lastId = fields.id;
     this.tries = 0;
     this.tell("");
   }
