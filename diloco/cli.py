@@ -69,7 +69,8 @@ COMMANDS: dict[str, Entry] = {
 }
 
 
-def _typer(**more: Any) -> typer.Typer:
+def new_app(**more: Any) -> typer.Typer:
+    """Return an app, such as a group of commands, that behaves as all of this program; `more`: see `typer.Typer`."""
     return typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -88,7 +89,7 @@ def load_command(name: str) -> typer.Typer:
     found = getattr(load_extra(module, name), attribute)
     if isinstance(found, typer.Typer):
         return found
-    made = _typer()
+    made = new_app()
     made.command(cls=getattr(found, "cls", None))(found)
     return made
 
@@ -116,7 +117,7 @@ def _root(
 
 def _list() -> typer.Typer:
     """Return the app that lists the commands without importing any of them."""
-    made = _typer(no_args_is_help=True, help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.")
+    made = new_app(no_args_is_help=True, help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.")
     made.callback()(_root)
     installed = find_spec(STUDIES) is not None
     for name, entry in COMMANDS.items():

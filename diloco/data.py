@@ -1,6 +1,6 @@
 """`diloco data`: turn text into token shards, once before a run. Needs no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from diloco.cli import new_app
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.units import parse_whole, written
 from diloco.workers.trainer.data import bpe
@@ -20,11 +21,8 @@ from diloco.workers.trainer.data.token_shards import Index, check_shards, digest
 
 USUAL_VOCAB = 32_000
 
-app = typer.Typer(
+app = new_app(
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="Turn texts, tables and data sets of any size into token shards for `--data`, and check them.",
 )
 
@@ -118,8 +116,8 @@ def prepare(
                 stop,
                 made_by=made_by,
                 max_tokens=tokens,
-                part_done=bar.step,
-                encoded=bar.show_tokens,
+                part_done=partial(bar, advance=1),
+                encoded=lambda tokens: bar(said=f"{tokens / 1e6:.1f}M tokens"),
             )
     typer.echo(f"{out}: {_told(index)}\nto train on it, run: diloco run --data {out}")
 
@@ -129,31 +127,16 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
     """Read all token shards and compare them with the digests in their index, for instance after copying them."""
     index = read_index(folder)
     with _bar("reading", index.tokens * np.dtype(index.dtype).itemsize) as bar:
-        check_shards(folder, bar.step)
+        check_shards(folder, lambda size: bar(advance=size))
     typer.echo(f"{folder}: unchanged since it was written; {_told(index)}")
 
 
-class _Bar:
-    """A progress bar on the terminal. Without a terminal nothing is shown."""
-
-    def __init__(self, progress: Progress, what: str, total: int | None) -> None:
-        self._progress = progress
-        self._task = progress.add_task(what, total=total, said="")
-
-    def step(self, amount: int = 1) -> None:
-        """Advance the bar by an amount."""
-        self._progress.advance(self._task, amount)
-
-    def show_tokens(self, tokens: int) -> None:
-        """Show the number of tokens next to the bar."""
-        self._progress.update(self._task, said=f"{tokens / 1e6:.1f}M tokens")
-
-
 @contextmanager
-def _bar(what: str, total: int | None) -> Iterator[_Bar]:
+def _bar(what: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on the terminal, if there is one; yields `Progress.update` of its task."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield _Bar(progress, what, total)
+        yield partial(progress.update, progress.add_task(what, total=total, said=""))
 
 
 def _stem(text: str) -> str:

@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rich.console import Console
 from typer.core import TyperGroup
 
+from diloco.cli import new_app
 from diloco.launcher.display import Fitting
 from diloco.launcher.locate import locate, no_redis
 from diloco.options import AsJson, takes
@@ -71,11 +72,8 @@ class _ListByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
+app = new_app(
     cls=_ListByDefault,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="List the runs of a Redis (the default), extend a finished one, or delete a dead one.",
 )
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the run", show_default=False)]

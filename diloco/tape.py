@@ -19,16 +19,16 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import moment
-from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeRecord
 from diloco.pipeline.messages.wire import Message
-from diloco.pipeline.payload.codec import decode, decode_tape
+from diloco.pipeline.payload.codec import decode_tape
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.units import as_bytes
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.replay.recording import list_recording
 from diloco.syncer.replay.replay import Replayed, replay
+from diloco.workers.exchange.redis_access import read_run
 
 # Name of a field that each record has once, so that its count in the rest of a file is the number of records there.
 _KIND: bytes = msgpack.packb("kind")
@@ -110,11 +110,8 @@ def _records(file: Path) -> Iterator[TapeRecord]:
 
 async def read_live(bus: Bus) -> list[TapeRecord]:
     """Return the records that are on the bus now, in the order of `read_archive`."""
-    data = await bus.read_spec()
-    if data is None:
+    if (spec := await read_run(bus)) is None:
         return []
-    spec = decode(Spec, data)
-    bus.use_spec(spec)
     cursors = dict.fromkeys(range(spec.sync.groups), START)
     tapes: dict[int, list[TapeRecord]] = {}
     while entries := await bus.read_tape(cursors):

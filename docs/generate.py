@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from diloco import cli
-from diloco.doctor.settings import MachineSettings
+from diloco.doctor.command import MachineSettings
 from diloco.options import DemoSettings, RedisSettings, RunSettings, as_written
 from diloco.pipeline.methods import METHODS
 from diloco.pipeline.settings import (

@@ -4,17 +4,17 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.text import Text
 
 from diloco.doctor import checks, measure
 from diloco.doctor.facts import Folder, Link, Machine, Run
-from diloco.doctor.settings import DoctorSettings
 from diloco.doctor.start import checkpoints_bytes, look_at_folders
 from diloco.options import AsJson, RunSettings, takes
 from diloco.pipeline.bus.ports import Bus
@@ -22,10 +22,12 @@ from diloco.pipeline.bus.redis.inspection import address_of, examine, takes_with
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
+from diloco.pipeline.files.address import Address
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.findings import Finding, error, ok, warning
+from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
-from diloco.pipeline.settings import defaults
+from diloco.pipeline.settings import BusSettings, Settings, SyncSettings, defaults
 from diloco.pipeline.site import MAX_PARAMS, MIN_PARAMS
 from diloco.pipeline.units import Amount, Span, counted
 from diloco.pipeline.wrong_values import format_problem
@@ -36,6 +38,23 @@ from diloco.workers.trainer.models.sizes import SIZES, size_table
 MAX_S = 120.0
 LEARNERS: int = defaults(RunSettings)["learners"]
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+class MachineSettings(Settings):
+    """Settings with which parties on this machine would be started, as far as the checks use them."""
+
+    section = "This machine"
+
+    learner_id: PartyName | None = Field(None, description="Name of the learner on this machine")
+    threads: int | None = Field(None, ge=1, le=4096, description="Torch threads of a learner on this machine")
+    model: str | None = Field(None, description="Size of the built-in model, instead of --params")
+    checkpoint_dir: Address | None = Field(None, description="Folder of a syncer's checkpoints")
+    tape_dir: Path | None = Field(None, description="Folder of a syncer's tape")
+    state_dir: Path | None = Field(None, description="Folder of a learner's own state")
+
+
+class DoctorSettings(MachineSettings, BusSettings, SyncSettings):
+    """`diloco doctor`."""
 
 
 Party = Literal["all", "learner", "syncer"]

@@ -209,7 +209,27 @@ class Hosted:
             self.learner = None
 
 
-class HostedCallback:
+class Host:
+    """Base of callbacks and loaders, which have a learner while they train."""
+
+    _hosted: Hosted
+
+    @property
+    def learner(self) -> Learner:
+        """The `Learner`, while it trains.
+
+        Raises:
+            UsageError: there is no training under way.
+        """
+        return self._hosted.present
+
+    @property
+    def exit_status(self) -> int:
+        """`Learner.exit_status` of the last training that has ended."""
+        return self._hosted.exit_status
+
+
+class HostedCallback(Host):
     """Base of the callbacks for trainers: takes their arguments, and has the learner while it trains."""
 
     def __init__(
@@ -235,17 +255,3 @@ class HostedCallback:
         """
         check_schedule(schedule)
         self._hosted, self._schedule, self._evaluator = Hosted(step_tokens, learner), schedule, evaluator
-
-    @property
-    def learner(self) -> Learner:
-        """The `Learner`, while it trains.
-
-        Raises:
-            UsageError: there is no training under way.
-        """
-        return self._hosted.present
-
-    @property
-    def exit_status(self) -> int:
-        """`Learner.exit_status` of the last training that has ended."""
-        return self._hosted.exit_status

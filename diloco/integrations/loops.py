@@ -11,18 +11,14 @@ import atexit
 import os
 from collections.abc import Callable, Generator, Iterable
 from inspect import GEN_RUNNING, getgeneratorstate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import structlog
 
-from diloco.integrations.hosted import Hosted, tokens_of, wait_for_leaving
+from diloco.integrations.hosted import Host, Hosted, tokens_of, wait_for_leaving
 from diloco.pipeline.errors import UsageError
 from diloco.workers.stopping import Stopped
-
-if TYPE_CHECKING:
-    from diloco.workers.learner import Learner
-
 
 # Iterators of all loaders. The references are weak: an unreferenced iterator is closed, and so leaves its run.
 PASSES = WeakSet[Generator[Any, None, None]]()
@@ -48,7 +44,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=PASSES.clear)  # a forked DataLoader worker must not leave its parent's run
 
 
-class RunLoader:
+class RunLoader(Host):
     """Yields a loader's batches, epoch after epoch, until the run is finished; then the model has the run's values.
 
     The tokens of a step are counted in the batches since the step before. If the loop is left earlier, by `break` or by
@@ -88,20 +84,6 @@ class RunLoader:
     def report_loss(self, loss: Any) -> None:
         """Report the loss of a step for the status, before its `optimizer.step()`: a number or a one-element tensor."""
         self._hosted.report_loss(loss)
-
-    @property
-    def learner(self) -> "Learner":
-        """The `Learner`, inside the loop.
-
-        Raises:
-            UsageError: outside of the loop.
-        """
-        return self._hosted.present
-
-    @property
-    def exit_status(self) -> int:
-        """`Learner.exit_status`, after the loop."""
-        return self._hosted.exit_status
 
     def __iter__(self) -> Generator[Any, None, None]:
         """Return an iterator that joins the run when its first batch is requested. Its `close` leaves the run.

@@ -7,7 +7,6 @@ folder.
 import asyncio
 import json
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from diloco.launcher.launch import Child, ChildDied, Children, environment, plac
 from diloco.launcher.locate import RunFile
 from diloco.launcher.report import Outcome
 from diloco.options import RunProcess
+from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.run import Evaluation, LearnerReport
 from diloco.pipeline.process import signals
@@ -91,18 +91,11 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _start(settings: RunProcess, folder: Folder, children: Children) -> float:
     """Start all ranks, and return the Unix time before the first one was started."""
     began_unix_s = time.time()
     threads = threads_for(settings.learners, settings.threads)
-    environ = environment(threads, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environ = environment(threads, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared = ["--config", str(folder.settings), "--threads", str(threads), "--learners", str(settings.learners)]
     for number, place in enumerate(places_of(settings)):
         own = ["--device", place.device, "--rank", str(number), "--out", str(folder.path)]
@@ -197,10 +190,7 @@ def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped:
         for line in measured
     ]
     return Outcome(
-        method=settings.method,
-        seed=settings.seed,
         settings=plain(settings),
-        run=settings.run,
         stopped=stopped,
         wall_s=started + result["wall_s"] - began_unix_s,
         elapsed_s=result["wall_s"],

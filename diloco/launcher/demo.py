@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 
@@ -90,22 +90,6 @@ def measure(log: StepLog, killed: str, killed_s: float, restarted_s: float | Non
 # --- the run ---------------------------------------------------------------------------------------------
 
 
-class Moment(NamedTuple):
-    """A moment of a run: share of the budget, monotonic time and Unix time."""
-
-    progress: float
-    now_s: float
-    unix_s: float
-
-
-class Killed(NamedTuple):
-    """The learner that was killed."""
-
-    learner: str
-    incarnation: str
-    moment: Moment
-
-
 class Demonstration(run.Launcher):
     """A run whose learner `kill_learner` is killed with SIGKILL, and started again later."""
 
@@ -114,8 +98,9 @@ class Demonstration(run.Launcher):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._steps = StepLog()
-        self._killed: Killed | None = None
-        self._restarted: Moment | None = None
+        self._kill: Kill | None = None
+        self._killed_s = 0.0
+        self._restarted_s: float | None = None
 
     def _note(self, status: Status) -> None:
         super()._note(status)
@@ -124,7 +109,7 @@ class Demonstration(run.Launcher):
 
     def _has_learner(self, status: Status) -> bool:
         """Also count the killed learner, which will be started again."""
-        return (self._killed is not None and self._restarted is None) or super()._has_learner(status)
+        return (self._kill is not None and self._restarted_s is None) or super()._has_learner(status)
 
     async def _check(self, status: Status) -> None:
         """Check the run; then kill the learner, or start it again, when it is time."""
@@ -133,44 +118,31 @@ class Demonstration(run.Launcher):
             return
         settings, progress = self._settings, status["progress"]
         child = self._children[f"learner-{settings.kill_learner}"]
-        if self._killed is None and progress >= settings.kill_at and child.under_way and child.alive:
+        if self._kill is None and progress >= settings.kill_at and child.under_way and child.alive:
             incarnation = next(one["incarnation"] for one in present(status["learners"]) if one["id"] == child.name)
             child.expected_end = True
             child.send(signal.SIGKILL)
-            self._killed = Killed(child.name, incarnation, self._moment(progress))
+            self._kill, self._killed_s = Kill(child.name, incarnation, progress, self._clock.unix()), self._clock.now()
             self._screen.note(f"{child.name} killed with SIGKILL at {progress:.0%}")
             await self._event("learner_killed", child.name, f"SIGKILL to pid {child.pid}")
-        elif self._killed and not self._restarted and not child.alive:
+        elif self._kill and self._restarted_s is None and not child.alive:
             if progress < settings.restart_at and super()._has_learner(status):
                 return
             child.restart()  # also at once if no other learner is left, since then there is no progress to wait for
-            self._restarted = self._moment(progress)
+            self._kill.restarted_at, self._kill.restarted_unix_s = progress, self._clock.unix()
+            self._restarted_s = self._clock.now()
             self._note_place()
             self._screen.note(f"{child.name} started again at {progress:.0%}")
             await self._event("learner_started", child.name, f"pid {child.pid}")
 
-    def _moment(self, progress: float) -> Moment:
-        return Moment(progress, self._clock.now(), self._clock.unix())
-
     async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
         """Gather the outcome of the run, and what the kill did."""
         outcome = await super().gather(wall_s, origin)
-        if outcome is not None and self._killed is not None:
-            outcome.kill = self._kill(self._killed)
+        if outcome is not None and (kill := self._kill) is not None:
+            end_s = self._drained_from_s or self._clock.now()
+            kill.rates = measure(self._steps, kill.learner, self._killed_s, self._restarted_s, end_s)
+            outcome.kill = kill
         return outcome
-
-    def _kill(self, killed: Killed) -> Kill:
-        back = self._restarted
-        end_s = self._drained_from_s or self._clock.now()
-        return Kill(
-            learner=killed.learner,
-            incarnation=killed.incarnation,
-            killed_at=killed.moment.progress,
-            restarted_at=back.progress if back else None,
-            rates=measure(self._steps, killed.learner, killed.moment.now_s, back.now_s if back else None, end_s),
-            killed_unix_s=killed.moment.unix_s,
-            restarted_unix_s=back.unix_s if back else None,
-        )
 
 
 @takes(DemoProcess, omit=CHOSEN_BY_LAUNCHER, moved=OF_ONE_LEARNER)

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,16 +35,7 @@ from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import denied, error_text, try_folder
 from diloco.pipeline.methods import RunMethod, matching_method
-from diloco.pipeline.settings import (
-    NO_FLAG,
-    BusSettings,
-    EvaluatorSettings,
-    LearnerSettings,
-    Settings,
-    SyncerSettings,
-    SyncSettings,
-    TrainerSettings,
-)
+from diloco.pipeline.settings import NO_FLAG, PARTIES, SyncSettings, TrainerSettings
 from diloco.pipeline.tls import OPTIONS
 from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.pipeline.view.page.join_command import LearnerLaunch
@@ -65,65 +56,29 @@ SAMPLE_FILE = "sample.txt"
 
 # The children of a launcher that was killed end by themselves within this time.
 ORPHANS_S = 20.0
-# Settings that the children read from the file.
-SHARED: tuple[type[Settings], ...] = (
-    BusSettings,
-    SyncSettings,
-    TrainerSettings,
-    LearnerSettings,
-    SyncerSettings,
-    EvaluatorSettings,
-)
 _BY_CHILD = {"threads", "device", "resume", "overwrite", "record_deltas", "redis_url"}
 # Settings that are not in the file: they differ from child to child, are part of the URL in a child's environment, or,
 # like the method, are only a preset for other settings that are in the file.
 GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | NO_FLAG | {*_BY_CHILD, *OPTIONS, "method"}
 
 
-@dataclass(frozen=True, slots=True)
 class Folder:
     """An output folder: its paths, and the files that the launcher writes in it."""
 
-    path: Path
-
-    @property
-    def settings(self) -> Path:
-        """TOML file with the settings that the children read."""
-        return self.path / SETTINGS_FILE
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the log files."""
-        return self.path / "logs"
-
-    @property
-    def launcher_log(self) -> Path:
-        """Log of what the launcher prints after its terminal or pipe is gone."""
-        return self.logs / "launcher.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def tape(self) -> Path:
-        """Folder of the archived event tape."""
-        return self.path / "tape"
+    def __init__(self, path: Path) -> None:
+        """Name the paths; nothing is read or made."""
+        self.path = path
+        self.settings = path / SETTINGS_FILE  # the settings that the children read
+        self.logs = path / "logs"
+        self.launcher_log = self.logs / "launcher.log"  # what the launcher prints after its terminal or pipe is gone
+        self.checkpoints = path / "checkpoints"
+        self.tape = path / "tape"
+        self.learners = path / "learners"  # the state that each learner saves for its own restart
+        self.report = path / REPORT_FILE
 
     def recording(self, asked: Path) -> Path:
         """Return the folder of --record-deltas: a bare name means a folder in this one."""
         return self.path / asked if len(asked.parts) == 1 else asked
-
-    @property
-    def learners(self) -> Path:
-        """Folder of the state that each learner saves for its own restart."""
-        return self.path / "learners"
-
-    @property
-    def report(self) -> Path:
-        """File of the report."""
-        return self.path / REPORT_FILE
 
     def identity(self) -> tuple[int, int] | None:
         """Return (device, inode), which the folder keeps if it is moved; None if there is no folder."""
@@ -417,6 +372,6 @@ def plain(settings: RunProcess) -> dict[str, Any]:
 
 def to_toml(settings: RunProcess) -> str:
     """Return the settings that all children share, as flat TOML; those that are None are left out."""
-    names = [name for kind in SHARED for name in kind.model_fields if name not in GIVEN_BY_FLAG]
+    names = sorted(PARTIES & RunProcess.model_fields.keys() - GIVEN_BY_FLAG)
     values = plain(settings)
     return tomli_w.dumps({name: values[name] for name in names if values[name] is not None})

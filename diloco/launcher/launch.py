@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from diloco.launcher.devices import VISIBLE, Place, assign, names
 from diloco.options import RunProcess
@@ -74,27 +73,6 @@ def environment(threads: int, redis_url: str | None) -> dict[str, str]:
     return kept
 
 
-class Process(Protocol):
-    """The part of `subprocess.Popen` that a `Child` needs."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        ...
-
-    def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
-        ...
-
-    def wait(self) -> int:
-        """Wait for its end and return the exit status."""
-        ...
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, unless it has ended."""
-        ...
-
-
 class Child:
     """One process, with its name, its log file and its state."""
 
@@ -110,9 +88,9 @@ class Child:
         self.expected_end = False
         """True if the launcher ended it on purpose."""
         self.restarted = False
-        self._process: Process = self._start()
+        self._process = self._start()
 
-    def _start(self) -> Process:
+    def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as output:
             return subprocess.Popen(
                 # -P: a file in the current folder must not shadow a module of this program.

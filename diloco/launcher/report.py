@@ -56,21 +56,18 @@ class Kill:
     incarnation: str
     killed_at: float
     """Share of the budget at which it was killed."""
-    restarted_at: float | None
-    rates: dict[str, Any]
-    """Result of `demo.measure`."""
     killed_unix_s: float
-    restarted_unix_s: float | None
+    restarted_at: float | None = None
+    restarted_unix_s: float | None = None
+    rates: dict[str, Any] = field(default_factory=dict)
+    """Result of `demo.measure`."""
 
 
 @dataclass(slots=True)
 class Outcome:
     """All data from which the report is made."""
 
-    method: str
-    seed: int
     settings: dict[str, Any]
-    run: str
     stopped: bool
     """True if the user ended the run before its budget."""
     wall_s: float
@@ -243,9 +240,9 @@ def build(outcome: Outcome) -> Report:
     base = outcome.origin
     loss = _final_loss(outcome.evaluations, warnings)
     return {
-        "run": outcome.run,
-        "method": outcome.method,
-        "seed": outcome.seed,
+        "run": outcome.settings["run"],
+        "method": outcome.settings["method"],
+        "seed": outcome.settings["seed"],
         "stopped": outcome.stopped,
         "global_val_loss": loss,
         "tokens": sums.tokens + (base.tokens if base else 0),

@@ -376,10 +376,7 @@ class Launcher:
         ended = [child.name for child in self._children.named("learner-")]
         ledger_inputs = await read_ledger_inputs(self._bus, len(layout.fragments), self._settings.liveness_s, ended)
         return Outcome(
-            method=self._settings.method,
-            seed=self._settings.seed,
             settings=plain(self._settings),
-            run=self._settings.run,
             stopped=self.stopped,
             wall_s=wall_s,
             elapsed_s=status["elapsed_s"],

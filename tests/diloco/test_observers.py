@@ -105,10 +105,7 @@ class VirtualNow:
 
 def outcome(reports: list[LearnerReport], evaluation: Evaluation) -> Outcome:
     return Outcome(
-        method="decoupled",
-        seed=0,
-        settings={"learners": 1},
-        run="run",
+        settings={"method": "decoupled", "seed": 0, "run": "run", "learners": 1},
         stopped=False,
         wall_s=1.0,
         elapsed_s=1.0,

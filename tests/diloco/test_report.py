@@ -83,12 +83,12 @@ def evaluation(tokens: int, elapsed_s: float, loss: float, final: bool = False) 
     return samples.evaluation(loss=loss, tokens=tokens, unix_s=1000 + elapsed_s, elapsed_s=elapsed_s, final=final)
 
 
+SETTINGS = {"method": "decoupled", "seed": 3, "run": "run", "tokens": 180, "learners": 2}
+
+
 def outcome(**changes: Any) -> Outcome:
     fields: dict[str, Any] = {
-        "method": "decoupled",
-        "seed": 3,
-        "settings": {"tokens": 180, "learners": 2},
-        "run": "run",
+        "settings": SETTINGS,
         "stopped": False,
         "wall_s": 12.5,
         "elapsed_s": 10.5,
@@ -185,7 +185,7 @@ def test_a_resumed_run_counts_its_earlier_part():
 
 
 def test_data_parallel_merges_all_it_trains():
-    built = build(outcome(method="data-parallel", layout=None, records=[]))
+    built = build(outcome(settings=SETTINGS | {"method": "data-parallel"}, layout=None, records=[]))
     assert built["tokens"] == built["merged_tokens"] == 180
     assert sum(built["tokens_lost"].values()) == 0
 
@@ -199,7 +199,7 @@ def test_a_learner_started_twice_is_one_row():
 
 def test_the_demonstration_says_what_the_others_and_the_run_lost():
     rates = {"ratio_while": 0.99, "ratio_after": None}
-    kill = Kill(*B, 0.4, 0.6, rates, killed_unix_s=5.0, restarted_unix_s=7.0)
+    kill = Kill(*B, 0.4, 5.0, 0.6, 7.0, rates)
     refused = [rejected(1, *A, 10, 10, unix_s=4.0), rejected(0, *A, 20, 20, unix_s=6.0), rejected(0, *B, 9, 9, 6.0)]
     built = build(outcome(kill=kill, records=[*outcome().records, *refused[:2]]))
     assert built["demo"]["others_rejected"] == {"before": 7, "while": 6, "after": 0}
@@ -236,15 +236,15 @@ def test_the_ranks_of_learners_are_told(ranks: tuple[int, int], said: str):
 
 
 def test_learners_that_joined_are_told_apart_from_those_that_the_launcher_started():
-    built = build(outcome(settings={"learners": 1}))
+    built = build(outcome(settings=SETTINGS | {"learners": 1}))
     assert "2 learners (1 started here, 1 joined), " in summary(built)
-    assert "decoupled, 2 learners, " in summary(build(outcome(settings={"learners": 2})))
+    assert "decoupled, 2 learners, " in summary(build(outcome()))
 
 
 @pytest.mark.parametrize("merged", range(0, 80, 7))
 def test_what_the_run_lost_with_a_learner_is_what_the_ledger_says_has_died(merged: int):
     """Where nobody else died, it is one number, however it is rounded."""
-    kill = Kill(*B, 0.4, 0.6, {"ratio_while": 0.99, "ratio_after": None}, killed_unix_s=5.0, restarted_unix_s=7.0)
+    kill = Kill(*B, 0.4, 5.0, 0.6, 7.0, {"ratio_while": 0.99, "ratio_after": None})
     records = [committed(0, 1, (*A, 33), (*B, merged)), committed(1, 1, (*A, 21), (*B, 5))]
     given = ledger_inputs(report(*A, tokens=33, overwritten=12 * 7), report(*B, tokens=80, left=False))
     built = build(outcome(kill=kill, records=records, ledger_inputs=given))

@@ -37,10 +37,7 @@ STEPS = {"a": [("1" * 8, [10 + i / 10 for i in range(40)])], "b": [("2" * 8, [11
 
 def facts(evidence: Evidence) -> Facts:
     outcome = Outcome(
-        method="diloco",
-        seed=3,
-        settings={"learners": 2},
-        run="run",
+        settings={"method": "diloco", "seed": 3, "run": "run", "learners": 2},
         stopped=True,
         wall_s=4.0,
         elapsed_s=4.0,

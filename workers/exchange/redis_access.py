@@ -62,12 +62,11 @@ def read_spec(url: str, run: str) -> Spec | None:
         BusUnavailable: there is no Redis.
     """
 
-    async def ask() -> bytes | None:
+    async def ask() -> Spec | None:
         async with open_bus(url, run) as bus:
-            return await bus.read_spec()
+            return await read_run(bus)
 
-    data = in_own_loop(ask())
-    return None if data is None else codec.decode(Spec, data)
+    return in_own_loop(ask())
 
 
 async def read_run(bus: Bus) -> Spec | None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 from rich.console import Console
 
+from diloco.cli import new_app
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS, Codec, GlobalCodec, OuterName
@@ -27,11 +28,8 @@ from diloco_studies.bench.kills import command as bench_kills
 from diloco_studies.bench.machine import describe, unusual
 from diloco_studies.goodput.commands.options import one_whole, whole
 
-app = typer.Typer(
+app = new_app(
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="Benchmarks on this machine: median, minimum and maximum of several rounds, next to what the machine could "
     "do.",
 )

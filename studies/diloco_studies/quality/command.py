@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from diloco.cli import new_app
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.writable import check_files
@@ -31,10 +32,8 @@ from diloco_studies.quality.sweep import News, sweep
 
 OUT = Path("runs/lab")
 
-app = typer.Typer(
+app = new_app(
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="Quality experiments: real gradients in virtual time, under the production protocol.",
 )
 

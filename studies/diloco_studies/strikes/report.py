@@ -83,7 +83,7 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
     merged = token_elements / evidence.layout.elements
     share = goodput(during, facts.learners, wall_s, run["tokens"], run["merged_tokens"])
     report = {
-        "method": facts.outcome.method,
+        "method": facts.outcome.settings["method"],
         "verdict": "fail" if violations else "pass",
         "kills": counts(evidence.strikes, Manner.KILL),
         "strikes": {manner.value: counts(evidence.strikes, manner) for manner in Manner},

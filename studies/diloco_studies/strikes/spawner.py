@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from diloco.launcher.launch import Child, Process
+from diloco.launcher.launch import Child
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.signals import LAUNCHER_PID, die_with_launcher
@@ -190,7 +190,7 @@ class Spawner:
         spawner, network = self, machines.get(name, "")
 
         class ForkedChild(Child):
-            def _start(self) -> Process:
+            def _start(self) -> Any:  # a `Forked`, which does what `Child` asks of a Popen
                 return spawner.fork(self.arguments, self.environ, self.log, network, program)
 
         return ForkedChild(name, arguments, environ, log)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from diloco.cli import new_app
 from diloco.options import takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS
@@ -17,11 +18,8 @@ from diloco.pipeline.redis_memory import CODECS
 from diloco_studies.goodput.commands.options import Files, Pictured, Sample, shares
 from diloco_studies.goodput.constants import Constants, Planned
 
-app = typer.Typer(
+app = new_app(
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="Simulate the goodput, uptime and bandwidth of training runs on up to millions of chips.",
 )
 
