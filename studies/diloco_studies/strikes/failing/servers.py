@@ -14,7 +14,6 @@ server is, and can be cut off. `ask` reaches a server that is cut off, too: it g
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -31,9 +30,10 @@ from typing import Any, Self
 import hiredis
 
 from diloco.pipeline.bus.cluster_slots import SLOTS
-from diloco.pipeline.bus.embedded import KEEPS_FREED, find_server, free_port, remove_left_over
+from diloco.pipeline.bus.embedded import KEEPS_FREED, find_server, free_port
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.files.scratch import locked
 from diloco.pipeline.process import signals
 from diloco_studies.bench.plain import answered
 from diloco_studies.strikes.failing.network import Network
@@ -225,10 +225,7 @@ class Servers:
 
     def __enter__(self) -> Self:
         self._binary = self._binary or find_server()
-        remove_left_over()
-        self._folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))
-        self._lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._folder, self._lock = locked(Path(tempfile.gettempdir()), OWN_PREFIX)
         with contextlib.ExitStack() as stack:
             stack.callback(self._end)
             self._set_up()
