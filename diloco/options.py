@@ -36,7 +36,7 @@ from diloco.pipeline.settings import (
     load,
 )
 from diloco.pipeline.sources import ENV_PREFIX, check_variables, given_outside
-from diloco.pipeline.units import parse_count, parse_duration, parse_rate, parse_span, written
+from diloco.pipeline.units import parse_count, parse_rate, parse_span, written
 from diloco.pipeline.wrong_values import allowed
 from diloco.workers.trainer.models.sizes import SIZES
 
@@ -254,7 +254,7 @@ def _metavar(kind: type[Settings], name: str) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     read = {rule.func for rule in info.metadata if isinstance(rule, BeforeValidator)}
-    if read & {parse_duration, parse_span}:
+    if parse_span in read:
         return "DURATION"
     if parse_rate in read:
         return "RATE"

@@ -10,9 +10,9 @@ An `expert` setting has no flag: it is set by a variable or in the file (`is_exp
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco.pipeline.errors import UsageError
@@ -32,11 +32,9 @@ from diloco.pipeline.messages.wire import (
 from diloco.pipeline.methods import NESTEROV, SyncMethod, settings_of
 from diloco.pipeline.sources import ENV_PREFIX, given_outside, meant, place_in, read_file
 from diloco.pipeline.tls import OPTIONS, with_tls
-from diloco.pipeline.units import parse_duration, parse_whole
+from diloco.pipeline.units import Span, parse_whole
 from diloco.pipeline.wrong_values import format_problem
 
-# Seconds; accepts '200ms', '10s', '5m', '1h'.
-Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 S = TypeVar("S", bound="Settings")
 # Key in a field's `json_schema_extra` that marks an expert setting.
 EXPERT = "expert"
@@ -357,12 +355,12 @@ class LearnerSettings(Settings):
         description="Where deltas are encoded and their bases and residuals are kept: host memory (cpu) or the model's "
         "device (4 bytes per parameter, 8 to 16 with quantized deltas). auto: a CUDA device if the model is on one",
     )
-    pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
-    leave_s: Duration = expert(LEAVE_S, description="Time to flush unpublished training when the learner leaves")
+    pace: Span = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
+    leave_s: Span = expert(LEAVE_S, description="Time to flush unpublished training when the learner leaves")
     state_dir: Path | None = Field(
         None, description="Folder for this learner's moments, counters and random state (default: none)"
     )
-    state_every: Duration = expert(STATE_S, gt=0, description="Time between saves to --state-dir")
+    state_every: Span = expert(STATE_S, gt=0, description="Time between saves to --state-dir")
     recover: Literal["auto", "peer", "fresh"] = Field(
         "auto",
         description="Optimizer moments with which a learner joins a running run. auto: its own saved ones, otherwise a "
@@ -394,20 +392,18 @@ class SyncerSettings(HttpSettings):
     section = "Syncer"
 
     syncer_id: PartyName | None = Field(None, description="Name of this syncer (default: random)")
-    lease_s: Duration = Field(
-        LEASE_S, gt=0.1, le=MAX_LEASE_S, description="How long a lease lasts unless it is renewed"
-    )
-    liveness_s: Duration = expert(
+    lease_s: Span = Field(LEASE_S, gt=0.1, le=MAX_LEASE_S, description="How long a lease lasts unless it is renewed")
+    liveness_s: Span = expert(
         default_factory=_following(1, LEASE_S),
         gt=0,
         description="Merges do not wait for a learner that has been silent for this long (default: one lease, at "
         "least 5 s)",
     )
-    drain_s: Duration = expert(
+    drain_s: Span = expert(
         default_factory=_following(6, 30.0),
         description="Maximum time to gather the last deltas at the end of a run (default: six leases, at least 30 s)",
     )
-    shutdown_s: Duration = expert(
+    shutdown_s: Span = expert(
         default_factory=_following(4, 20.0),
         description="On shutdown, time allowed to commit and start a checkpoint, and again for each fragment saved "
         "(default: four leases, at least 20 s)",
@@ -415,7 +411,7 @@ class SyncerSettings(HttpSettings):
     checkpoint_dir: Address | None = Field(
         None, description="Folder or s3://bucket/path for checkpoints (default: none are saved)"
     )
-    checkpoint_every: Duration = Field(
+    checkpoint_every: Span = Field(
         300.0, description="Time between checkpoints; the newest three are kept; 0: only at the end"
     )
     tape_dir: Path | None = Field(
@@ -437,7 +433,7 @@ class EvaluatorSettings(Settings):
 
     section = "Evaluator"
 
-    eval_every: Duration = expert(5.0, description="Minimum time between evaluations")
+    eval_every: Span = expert(5.0, description="Minimum time between evaluations")
     eval_tokens: int = expert(16_384, ge=1, le=10**12, description="Tokens in the fixed validation slice")
     eval_device: str = expert(
         "cpu",

@@ -15,7 +15,6 @@ YEAR_S = 365.25 * 86400.0
 MAX_S = 10_000 * YEAR_S
 
 _COUNTS: dict[str, int | str] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_UNITS_S: dict[str, int | str] = {"": 1, "ms": "0.001", "s": 1, "m": 60, "h": 3600}
 _NUMBER = r"\s*([0-9.]+(?:e[+-]?[0-9]{1,2})?)\s*"
 
 
@@ -56,11 +55,6 @@ def parse_whole(value: Any) -> Any:
         raise ValueError("not a whole number, such as 4000, 4e3 or 2.5M") from None
 
 
-def parse_duration(value: Any) -> Any:
-    """Parse '200ms', '10s', '5m', '1h' or a number of seconds."""
-    return scaled(value, "(ms|s|m|h)?", _UNITS_S)
-
-
 _SPANS_S: dict[str, int | str] = {
     "": 1,
     "ms": "0.001",
@@ -94,8 +88,7 @@ def parse_rate(value: Any) -> Any:
 # By parser: examples of its notation, for messages.
 EXAMPLES: dict[Any, str] = {
     parse_count: "150k, 2.5M or 70B",
-    parse_duration: "200ms, 10s or 5m",
-    parse_span: "10s, 30d or 0.5y",
+    parse_span: "200ms, 10s, 5m or 30d",
     parse_rate: "5Gbps or 800Mbit/s",
 }
 

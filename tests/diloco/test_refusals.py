@@ -108,7 +108,7 @@ def test_a_token_that_is_too_short_is_told_the_least_length(
         (["run", "--http-port", "70000"], "http_port=70000: too large (allowed: at least 0, at most 65535)"),
         (["run", "--lr", "high"], "lr='high': not a number (allowed: more than 0)"),
         (["run", "--lr", "nan"], "lr='nan': not a finite number (allowed: more than 0)"),
-        (["run", "--pace", "2 weeks"], "pace='2 weeks': not a number, such as 200ms, 10s or 5m (allowed: at least 0)"),
+        (["run", "--pace", "2 weeks"], "pace='2 weeks': not a number, such as 200ms, 10s, 5m or 30d (allowed: at "),
         (["run", "--method", "magic"], "method='magic': not a valid choice (allowed: one of decoupled, paper, "),
         (["run", "--lease-s", "1e300"], "lease_s='1e300': too large (allowed: more than 0.1, at most 3600)"),
         *((["plan", "--link", given], "5Gbps or 800Mbit/s") for given in ("fast", "5 Gbyte/s")),

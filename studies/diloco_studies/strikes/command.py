@@ -31,7 +31,7 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process import logs
 from diloco.pipeline.process.output import survive_closed_pipes
 from diloco.pipeline.process.signals import ignore_hangup
-from diloco.pipeline.units import parse_duration
+from diloco.pipeline.units import parse_span
 from diloco_studies.strikes import bounds as chaos_bounds
 from diloco_studies.strikes import report as chaos_report
 from diloco_studies.strikes import run as chaos_run
@@ -80,7 +80,7 @@ def prepared(settings: ChaosProcess, for_: str) -> tuple[ChaosProcess, float]:
     Raises:
         UsageError: settings that do not fit.
     """
-    for_s = parse_duration(for_)
+    for_s = parse_span(for_)
     try:
         for_s = float(for_s)
     except ValueError:

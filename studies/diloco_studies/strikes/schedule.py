@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.units import parse_duration
+from diloco.pipeline.units import parse_span
 
 MIN_EVERY_S = 0.2
 NOTHING = ("", "none")
@@ -149,7 +149,7 @@ def parse(manner: Manner, text: str, redis: Redis = Redis.ONE) -> list[Rule]:
 
 
 def _duration(flag: str, part: str, text: str) -> float:
-    value = parse_duration(text)
+    value = parse_span(text)
     try:
         seconds = float(value)
     except ValueError:

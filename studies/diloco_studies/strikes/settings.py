@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from diloco.options import RunProcess
-from diloco.pipeline.settings import Duration, Settings
+from diloco.pipeline.settings import Settings
+from diloco.pipeline.units import Span
 
 
 class ChaosSettings(Settings):
@@ -46,7 +47,7 @@ class ChaosProcess(RunProcess, ChaosSettings):
 
     method: Literal["decoupled", "paper"] = Field("decoupled", description="As for `diloco run`")
     syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
-    checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
+    checkpoint_every: Span = Field(0.0, description="Time between checkpoints; 0: only at the end")
     tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it
         None, ge=1, le=10**18, description="Budget: ends the run before --for is over (default: more than it can train)"
     )

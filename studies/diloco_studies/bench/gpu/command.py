@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.units import parse_duration
+from diloco.pipeline.units import parse_span
 from diloco.workers.checks.gpus import count_gpus
 from diloco_studies.bench.gpu.pieces import Piece, plan, said, summary, to_do
 from diloco_studies.bench.gpu.running import LIMIT_S, SUMMARY_FILE, Result, device_name, do_all, read_results
 
 
 def _seconds(text: str) -> float:
-    return float(parse_duration(text))
+    return float(parse_span(text))
 
 
 MEASURED, REHEARSED = Path("runs/gpu"), Path("runs/gpu-rehearsal")

@@ -18,7 +18,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS
 from diloco.pipeline.settings import load
-from diloco.pipeline.units import parse_duration
+from diloco.pipeline.units import parse_span
 from diloco_studies.bench.kills import curves
 from diloco_studies.bench.kills.plan import BATCH, EVAL_EVERY_S, METHODS, MODEL, SEQ_LEN, Method, Plan, in_words
 from diloco_studies.bench.machine import describe
@@ -102,7 +102,7 @@ def _cpu_s() -> float:
 
 def _seconds(option: str, text: str) -> float:
     try:
-        found = float(parse_duration(text))
+        found = float(parse_span(text))
     except ValueError:
         found = 0.0
     if not 0 < found < float("inf"):
