@@ -18,8 +18,8 @@ from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.fragment import Committed, Rejected, Rewound, TapeRecord
 from diloco.pipeline.messages.run import moment
-from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeRecord
 from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import decode_tape
 from diloco.pipeline.process.cores import one_blas_thread

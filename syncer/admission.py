@@ -10,9 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.fragment import DeltaHeader, Head, RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.syncer.times import TIMES
 

@@ -18,9 +18,8 @@ from diloco.pipeline.bus.ports import Bus, Clock, PayloadStore
 from diloco.pipeline.bus.schema import head_after
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import IDLE_VIEW, Head
+from diloco.pipeline.messages.fragment import IDLE_VIEW, Committed, Head
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import Grown, Payload
 from diloco.pipeline.transfer.globals import GrowingGlobal, Kind, key_of, published
 from diloco.pipeline.transfer.payloads import Offload, push_growing

@@ -17,7 +17,7 @@ from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
-from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.fragment import RefusalReason
 from diloco.pipeline.payload.codec import TRAITS, PayloadReader
 from diloco.pipeline.transfer.payloads import Offload, arriving
 from diloco.pipeline.waiting import woken_or_done

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from statistics import median_high, median_low
 
 from diloco.pipeline.ema import Ema
-from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.fragment import DeltaHeader
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.waiting import TICK_S
 from diloco.syncer import algorithm

@@ -15,8 +15,7 @@ from diloco.pipeline.bus.schema import payload_names
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadPayload, HeadMoved
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import IDLE_VIEW, Head, WindowView
-from diloco.pipeline.messages.tape import Committed, Rewound
+from diloco.pipeline.messages.fragment import IDLE_VIEW, Committed, Head, Rewound, WindowView
 from diloco.pipeline.transfer.globals import published_by, push_global
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.context import SyncerContext

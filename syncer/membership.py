@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from diloco.pipeline.messages.fragment import RefusalReason
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_TOKENS
 from diloco.syncer.admission import Offer, Refused
 from diloco.syncer.times import TIMES

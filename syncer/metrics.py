@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from typing_extensions import override
 
-from diloco.pipeline.messages.tape import Committed, RefusalReason
+from diloco.pipeline.messages.fragment import Committed, RefusalReason
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 

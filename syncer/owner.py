@@ -17,7 +17,7 @@ from diloco.pipeline.errors import (
     PeerError,
 )
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import IDLE_VIEW, Head
+from diloco.pipeline.messages.fragment import IDLE_VIEW, Head
 from diloco.pipeline.pacing import Pace
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.transfer.globals import pull_state

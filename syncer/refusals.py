@@ -6,8 +6,7 @@ import structlog
 
 from diloco.pipeline.bus.commits import MAX_HEADERS, Refusal
 from diloco.pipeline.bus.ports import Clock, OwnerWrites
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.tape import RefusalReason, Rejected
+from diloco.pipeline.messages.fragment import DeltaHeader, RefusalReason, Rejected
 from diloco.syncer.admission import Refused
 from diloco.syncer.metrics import Metrics
 

@@ -13,8 +13,7 @@ import structlog
 
 from diloco.pipeline.bus.ports import Offered
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import WindowView
-from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
+from diloco.pipeline.messages.fragment import RefusalReason, WindowChanged, WindowView
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched

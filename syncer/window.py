@@ -85,8 +85,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar
 
-from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.fragment import Head, RefusalReason
 from diloco.syncer.admission import (
     DUPLICATE,
     MAX_MEMBERS,

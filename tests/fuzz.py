@@ -25,12 +25,11 @@ from diloco.pipeline.bus import schema
 from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages import spec as spec_messages
-from diloco.pipeline.messages.head import MergedBase
+from diloco.pipeline.messages.fragment import Committed, MergedBase, Rewound, WindowChanged
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import Event, InitialUpload
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Wanted
-from diloco.pipeline.messages.tape import Committed, Rewound, WindowChanged
 from diloco.pipeline.messages.wire import Codec, Message
 from diloco.pipeline.payload.codec import TRAITS, PayloadReader, as_bytes, decode, decode_tape, encode
 from diloco.syncer.merging.merge import BLOCK, delta_norms

@@ -11,12 +11,18 @@ import xxhash
 from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head, WindowView
+from diloco.pipeline.messages.fragment import (
+    Committed,
+    Contribution,
+    DeltaHeader,
+    Head,
+    RefusalReason,
+    Rejected,
+    WindowView,
+)
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, OptimizerKind
 from diloco.pipeline.messages.run import Evaluation, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
-from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import DTYPES, Vector, as_bytes, payload_digest
 from diloco.pipeline.payload.quantize import KINDS, Quantized, encode

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from diloco.options import as_written
-from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.fragment import RefusalReason
 from docs import generate
 
 ROOT = Path(__file__).resolve().parent.parent

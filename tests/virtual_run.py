@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import LearnerReport, Phase
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.settings import SyncerProcess, SyncSettings

@@ -13,8 +13,7 @@ from typing import Any, Protocol, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.messages.head import MergedBase
-from diloco.pipeline.messages.tape import Contribution
+from diloco.pipeline.messages.fragment import Contribution, MergedBase
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.codec import DTYPES, TRAITS

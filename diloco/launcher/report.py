@@ -12,8 +12,8 @@ from diloco.launcher.display import merged_share, trained
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.fragment import Committed, Rejected, TapeRecord
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport, Phase
-from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
 from diloco.pipeline.pacing import long_rounds
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.ledger import (

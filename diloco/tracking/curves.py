@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from diloco.pipeline.messages.tape import Committed, Rejected
+from diloco.pipeline.messages.fragment import Committed, Rejected
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Poll
 

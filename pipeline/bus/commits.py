@@ -4,8 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from diloco.pipeline.bus.times import BUS_TIMES
-from diloco.pipeline.messages.head import Head, MergedBase, WindowView
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.messages.fragment import Committed, Head, MergedBase, RefusalReason, Rejected, WindowView
 
 # Limit on one learner's pending headers of a fragment: an honest learner has a few, even while there is no syncer.
 MAX_HEADERS = 64

@@ -20,13 +20,11 @@ from typing import Protocol
 
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head, WindowView
+from diloco.pipeline.messages.fragment import DeltaHeader, Head, Rewound, TapeRecord, WindowChanged, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Spec, Wanted
-from diloco.pipeline.messages.tape import Rewound, TapeRecord, WindowChanged
 from diloco.pipeline.messages.wire import MAX_LEASE_S
 from diloco.pipeline.payload.codec import Encoded
 

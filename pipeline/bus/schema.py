@@ -16,12 +16,10 @@ from pydantic import Field
 from diloco.pipeline.bus.commits import Commit, Published
 from diloco.pipeline.bus.ports import START, MomentsBoard, Offered
 from diloco.pipeline.errors import BadMessage, BadPayload, BusError
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head, MergedBase, Norms, WindowView
+from diloco.pipeline.messages.fragment import DeltaHeader, Head, MergedBase, Norms, RefusalReason, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
-from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, MAX_TOKENS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
 

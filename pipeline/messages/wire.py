@@ -1,9 +1,9 @@
 """The base of all wire types: the message class with its bounds, and bounded field types. Pure.
 
-The messages are in the neighbouring modules, by subject: `spec`, `delta`, `payload`, `head`, `run`, `tape`, `moments`
-and `shards`. They are frozen. Every bound on a peer's input is a field constraint there. A message is encoded as the
-msgpack of its field dict; `codec.encode` and `codec.decode` are the only way in and out. Units are in the names.
-Digests are xxh3-128 (16 bytes): they protect integrity, but do not protect against forgery.
+The messages are in the neighbouring modules, by subject: `spec`, `payload`, `fragment`, `run`, `moments` and `shards`.
+They are frozen. Every bound on a peer's input is a field constraint there. A message is encoded as the msgpack of its
+field dict; `codec.encode` and `codec.decode` are the only way in and out. Units are in the names. Digests are
+xxh3-128 (16 bytes): they protect integrity, but do not protect against forgery.
 """
 
 import math

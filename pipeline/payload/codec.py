@@ -22,8 +22,8 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from diloco.pipeline.errors import BadMessage, BadPayload
+from diloco.pipeline.messages.fragment import Committed, TapeRecord
 from diloco.pipeline.messages.payload import Chunk
-from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, Codec, Message
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.quantize import KINDS, Quantized, decodable, wire_bytes

@@ -31,7 +31,7 @@ from diloco.pipeline.bus.commits import Published, Remainder, Staged
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadPayload
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, chunk_count, do_nothing, payload_digest

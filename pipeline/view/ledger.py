@@ -16,8 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.tape import Committed, Contribution, Rejected, Rewound, TapeRecord
+from diloco.pipeline.messages.fragment import Committed, Contribution, DeltaHeader, Rejected, Rewound, TapeRecord
 from diloco.pipeline.view.ledger_inputs import Incarnation, LedgerInputs
 
 # Why tokens are not merged, by the names in reports.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.schema import parse_offer_id
-from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.fragment import DeltaHeader
 from diloco.pipeline.messages.run import LearnerReport, Phase
 
 # (learner, incarnation)

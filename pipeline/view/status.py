@@ -12,7 +12,7 @@ from typing import NotRequired, TypedDict
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.liveness import is_live
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MAX_TOKENS

@@ -10,7 +10,7 @@ from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.liveness import live_learners, liveness_of
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode

@@ -27,7 +27,7 @@ from pydantic import Field
 from diloco.pipeline.files.replacing import TEMPORARY
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
-from diloco.pipeline.messages.head import Norms
+from diloco.pipeline.messages.fragment import Norms
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec

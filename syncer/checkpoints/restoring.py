@@ -12,10 +12,9 @@ from diloco.pipeline.bus.schema import readable
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.fragment import Committed, WindowView
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MAX_ELEMENTS
 from diloco.pipeline.payload.codec import as_bytes, encode, payload_digest
 from diloco.pipeline.transfer.globals import push_global

@@ -25,7 +25,7 @@ from diloco.pipeline.files.replacing import digested
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.files.tensor_file import Tensor, parts_of
 from diloco.pipeline.fragments import FragmentLayout, layout_of
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec, SyncSpec

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import MERGES_KEPT, MergedBase
+from diloco.pipeline.messages.fragment import MERGES_KEPT, Contribution, MergedBase, RefusalReason
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import Contribution, RefusalReason
 from diloco.pipeline.payload.codec import Grown, Vector, do_nothing
 from diloco.pipeline.ramps import interval_in_force
 from diloco.syncer.admission import Offer

@@ -30,8 +30,8 @@ from pydantic import Field
 from diloco.pipeline.errors import BadMessage, BadPayload, OtherFormat, UsageError
 from diloco.pipeline.files.writable import error_text
 from diloco.pipeline.fragments import FragmentLayout
+from diloco.pipeline.messages.fragment import Contribution
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FirstFormat, FragmentId, Message, Seconds, Version
 from diloco.pipeline.payload.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
 from diloco.pipeline.transfer.payloads import Offload

@@ -32,8 +32,8 @@ import numpy as np
 
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.fragments import FragmentLayout, layout_of
+from diloco.pipeline.messages.fragment import Committed, Contribution
 from diloco.pipeline.messages.spec import Spec, SyncSpec
-from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.payload.codec import Vector, as_bytes, payload_digest
 from diloco.pipeline.ramps import interval_in_force
 from diloco.syncer.algorithm import clip_factors, merge_weights

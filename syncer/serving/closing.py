@@ -11,9 +11,8 @@ import structlog
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import Bus, Clock, Offered
 from diloco.pipeline.errors import DilocoError
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head, RefusalReason, Rejected
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.messages.wire import MAX_TOKENS
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.serving.leases import CALLS, TURNS, holding, in_time, release_all

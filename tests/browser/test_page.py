@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.fragment import RefusalReason, WindowView
 from diloco.pipeline.messages.run import Event
-from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.view.page.assets import one_file
 from diloco.pipeline.view.page.collector import Collector, Update
 from diloco.pipeline.view.page.join_command import RedisRoute

@@ -13,7 +13,7 @@ from diloco.launcher.folder import choose
 from diloco.launcher.option_checks import check
 from diloco.options import RunProcess
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, SpecMismatch, UsageError
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import LearnerProcess, SyncerProcess, is_expert

@@ -23,9 +23,9 @@ from diloco.launcher.report import (
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected, Rewound, WindowChanged
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.spec import TensorSpec
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, Rewound, WindowChanged
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.status import build_status

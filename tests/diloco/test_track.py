@@ -19,8 +19,8 @@ from diloco.cli import main
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.run import Evaluation
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.page.collector import RunReader
 from diloco.tracking.curves import Point

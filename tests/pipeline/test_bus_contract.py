@@ -22,10 +22,10 @@ from diloco.pipeline.errors import (
     LearnerReplaced,
     PayloadIncomplete,
 )
+from diloco.pipeline.messages.fragment import WindowChanged
 from diloco.pipeline.messages.run import Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.spec import Wanted
-from diloco.pipeline.messages.tape import WindowChanged
 from diloco.pipeline.messages.wire import MAX_LEASE_S
 from diloco.pipeline.payload.codec import Encoded, Payload, encode
 from diloco_studies.virtual.memory import MemoryBus

@@ -26,7 +26,7 @@ from diloco.pipeline.bus.redis.nodes import ClusterNodes
 from diloco.pipeline.bus.redis.redis_url import parse
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, HeadMoved, UsageError
-from diloco.pipeline.messages.tape import WindowChanged
+from diloco.pipeline.messages.fragment import WindowChanged
 from diloco_studies.strikes.failing.servers import Clustered, Node
 from tests import HANGING_S, samples
 from tests.pipeline.test_bus_contract import SHARDS

@@ -6,13 +6,11 @@ import pytest
 
 from diloco.pipeline.bus import schema
 from diloco.pipeline.errors import BadMessage, BadPayload
-from diloco.pipeline.messages import tape as tape_messages
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages import fragment as fragment_messages
+from diloco.pipeline.messages.fragment import DeltaHeader, Head, WindowChanged
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import LearnerReport, RunState
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import WindowChanged
 from diloco.pipeline.payload.codec import (
     DTYPES,
     PayloadReader,
@@ -54,7 +52,7 @@ def test_the_json_form_comes_back_too(message):
 
 def test_a_head_keeps_any_norm_that_a_merge_may_have():
     """The tape and the head have the same bound: a diverging run's norms stop no syncer."""
-    most = tape_messages.Contribution.model_validate(
+    most = fragment_messages.Contribution.model_validate(
         {"learner": "l0", "incarnation": "0" * 8, "base_version": 0, "attempt": 0, "steps": 1, "tokens": 1}
         | {"weight": 1.0, "norm": 1e60}
     ).norm

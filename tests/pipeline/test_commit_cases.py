@@ -15,8 +15,7 @@ from diloco.pipeline.bus.commits import MAX_HEADERS, Commit, Published, Refusal,
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
-from diloco.pipeline.messages.head import MergedBase, WindowView
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, WindowChanged
+from diloco.pipeline.messages.fragment import Committed, MergedBase, RefusalReason, Rejected, WindowChanged, WindowView
 from tests import samples
 from tests.backdoor import Backdoor
 from tests.samples import IDLE

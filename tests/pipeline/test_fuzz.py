@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from diloco.pipeline import messages
 from diloco.pipeline.bus import schema, stored_reports
 from diloco.pipeline.errors import BadMessage, BadPayload
-from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.fragment import DeltaHeader
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MAX_CHUNKS, Codec, Message

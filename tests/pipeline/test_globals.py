@@ -9,7 +9,7 @@ import pytest
 
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.payload.codec import PayloadReader, as_bytes, payload_digest
 from diloco.pipeline.transfer.globals import pull_exact, pull_shown
 from diloco_studies.virtual.memory import MemoryBus

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.messages.tape import Rewound
+from diloco.pipeline.messages.fragment import Rewound
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.status_reader import read_status
 from tests.system.test_hostile_redis import RealRun, real_run, told

@@ -12,8 +12,8 @@ import pytest
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.run import Event, LearnerReport
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.wire import MAX_SECONDS
 from diloco.pipeline.view.page import collector as page_collector
 from diloco.pipeline.view.page.collector import Collector

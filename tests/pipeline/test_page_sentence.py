@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.messages.head import Head, WindowView
+from diloco.pipeline.messages.fragment import Head, RefusalReason, WindowView
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
-from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.view.page.join_command import LearnerLaunch, RedisRoute
 from diloco.pipeline.view.page.verdict import REMEDIES, RunFacts, Verdict, patience_s, verdict
 from diloco.pipeline.view.status import Status, build_status

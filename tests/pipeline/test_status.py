@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.messages.head import Head, WindowView
+from diloco.pipeline.messages.fragment import Head, WindowView
 from diloco.pipeline.messages.run import Event, Phase
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, WindowStatus, build_status

@@ -13,7 +13,7 @@ from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.syncer.replay.archive import TapeArchive
 from diloco.tape import read_archive

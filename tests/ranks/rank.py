@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from diloco import Learner
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.payload.codec import Payload, PayloadReader, decode
 from diloco.workers.ranks import topology
 from diloco.workers.ranks.gather import Transfers

@@ -15,7 +15,7 @@ import structlog
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import MergedBase
+from diloco.pipeline.messages.fragment import MergedBase
 from diloco.pipeline.payload.codec import PayloadReader
 from diloco.pipeline.retry import Backoff, Outages
 from diloco.pipeline.settings import SyncSettings

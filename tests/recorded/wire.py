@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco.pipeline.bus import keys, schema
 from diloco.pipeline.bus.redis.calls import scripts
-from diloco.pipeline.messages import delta, head, moments, payload, run, shards, spec, tape
+from diloco.pipeline.messages import fragment, moments, payload, run, shards, spec
 from diloco.pipeline.messages.wire import FORMAT, Message
 from diloco.pipeline.payload.codec import digest_of
 from tests.recorded import FOLDER
@@ -18,7 +18,7 @@ COMMAND = "python -m tests.recorded"
 
 def kinds() -> Iterator[type[Message]]:
     """All messages that cross the bus."""
-    for module in (spec, delta, payload, head, run, tape, moments, shards, schema):
+    for module in (spec, payload, fragment, run, moments, shards, schema):
         for one in vars(module).values():
             if isinstance(one, type) and issubclass(one, Message) and one.__module__ == module.__name__:
                 yield one

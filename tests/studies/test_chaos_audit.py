@@ -8,10 +8,10 @@ import pytest
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import Committed, Contribution, Rewound
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.messages.shards import Shard, ShardQueue
 from diloco.pipeline.messages.spec import TensorSpec
-from diloco.pipeline.messages.tape import Committed, Contribution, Rewound
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco_studies.strikes.audit import CHECKS, Ending, Evidence, ShardNote, audit
 from diloco_studies.strikes.footprint import MORE, Life

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import Committed
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.job import Stops, Timeline
 from diloco_studies.goodput.parties import bare

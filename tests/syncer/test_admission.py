@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.messages.head import MergedBase
-from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.fragment import MergedBase, RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.syncer.admission import Accepted, Admission, DeltaFormat, Held, NextWindow, Offer, Refused
 from diloco.syncer.window import Window

@@ -10,9 +10,9 @@ import pytest
 
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable, RunReplaced, SpecMismatch
+from diloco.pipeline.messages.fragment import Committed, Rewound
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.pipeline.view.status_reader import read_status

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.run import Phase, SeenReport
-from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.view.status import build_status
 from diloco.syncer.admission import Diverged
 from diloco.syncer.checkpoints.loading import load_checkpoint

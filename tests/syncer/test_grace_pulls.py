@@ -11,8 +11,8 @@ import pytest
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import Encoded
 from diloco.pipeline.ramps import interval_at
 from diloco.syncer import session

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.syncer.replay.archive import TapeArchive
 from diloco.syncer.replay.disk import Disk
 from diloco.syncer.replay.recording import Recorder, list_recording

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.errors import BusUnavailable, UsageError
-from diloco.pipeline.messages.tape import Contribution
+from diloco.pipeline.messages.fragment import Contribution
 from diloco.pipeline.settings import SyncerProcess, load
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.http import start_http

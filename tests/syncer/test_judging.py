@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected
 from diloco.syncer.admission import Offer
 from diloco.syncer.merging.fragment import MERGES_NEEDED, Delta, FragmentState
 from diloco.syncer.merging.merge import delta_norms

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import Committed, Rewound, TapeRecord
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import Committed, Rewound, TapeRecord
 from diloco.pipeline.view.ledger import Account, accounts, not_merged_by_fragment, problems, surviving, totals
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.tape import read_archive

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.messages.tape import Committed, Rejected
+from diloco.pipeline.messages.fragment import Committed, Rejected
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec

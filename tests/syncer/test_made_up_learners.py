@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.syncer.admission import ASKED_AGAIN, STRANGERS, SUSPECTED_AFTER, Suspects
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of

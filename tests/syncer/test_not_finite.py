@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import BadPayload
-from diloco.pipeline.messages.tape import RefusalReason, Rejected
+from diloco.pipeline.messages.fragment import RefusalReason, Rejected
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import all_finite

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.settings import SyncSettings
 from diloco_studies.virtual.virtual_time import in_virtual_time

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.settings import BusSettings
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.tape import check_replay, read_archive

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.transfer.globals import pull_state
 from diloco.syncer.committing import Staging
 from diloco.syncer.times import TIMES

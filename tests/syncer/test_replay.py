@@ -14,8 +14,8 @@ import pytest
 from diloco import tape as command
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import Committed, Contribution
 from diloco.pipeline.messages.spec import Spec, TensorSpec
-from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.messages.wire import FORMAT, Codec, MergeName
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
 from diloco.pipeline.settings import BusSettings

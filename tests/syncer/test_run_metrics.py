@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diloco.pipeline.bus.ports import BusInfo
+from diloco.pipeline.messages.fragment import Contribution, Rewound
 from diloco.pipeline.messages.run import Evaluation, Phase
-from diloco.pipeline.messages.tape import Contribution, Rewound
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.last_poll import MAX_LISTED, SHOWN_S, Reading
 from diloco.pipeline.view.page.model import Poll

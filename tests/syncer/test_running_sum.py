@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import TRAITS
 from diloco.syncer import algorithm

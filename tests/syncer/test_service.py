@@ -15,9 +15,8 @@ from structlog.testing import capture_logs
 from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Committed, Head
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.needs import needs_of, pace_of
 from diloco.pipeline.site import Site

@@ -9,8 +9,8 @@ import pytest
 
 from diloco.pipeline.bus.commits import Commit, Refusal
 from diloco.pipeline.errors import BadMessage, BusError, BusUnavailable, DilocoError, HeadMoved, NotPermitted
+from diloco.pipeline.messages.fragment import RefusalReason, Rejected
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.syncer.test_several_syncers import until

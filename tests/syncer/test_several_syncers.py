@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.outer_cost import Speed, matrix_operations
 from diloco.pipeline.view.merged_share import RECENT_S, SAMPLE_S
 from diloco.pipeline.view.status_reader import read_status

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.fragment import Committed, DeltaHeader
 from diloco.pipeline.messages.run import LearnerReport
-from diloco.pipeline.messages.tape import Committed
 from diloco.workers.step_times import StepTimes
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable, RunReplaced, SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.run import InitialUpload, Phase, RunState, moment
-from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.transfer.payloads import push
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs

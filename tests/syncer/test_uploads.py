@@ -10,8 +10,8 @@ import pytest
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import RefusalReason, Rejected
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import TRAITS, held, payload_bytes
 from diloco.pipeline.transfer.payloads import push

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from diloco.pipeline.messages.fragment import RefusalReason
 from diloco.pipeline.messages.run import Phase, SeenReport
-from diloco.pipeline.messages.tape import RefusalReason
 from diloco.syncer.admission import DeltaFormat, Offer
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.window import Conditions, State, Window

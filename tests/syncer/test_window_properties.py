@@ -11,9 +11,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import MergedBase
-from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.fragment import DeltaHeader, MergedBase, RefusalReason
 from diloco.syncer.admission import HELD_A_LEARNER, Accepted, DeltaFormat, Held, Offer, Refused
 from diloco.syncer.times import TIMES
 from diloco.syncer.window import Collecting, Conditions, Merge, Reopened, State, Uploading, Wait, Window

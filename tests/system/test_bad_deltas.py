@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.view.page.collector import Collector
 from diloco.syncer.run_metrics import RunMetrics
 from diloco_studies.virtual.memory import MemoryBus

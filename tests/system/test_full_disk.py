@@ -14,7 +14,7 @@ import structlog
 from diloco.export import export
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.tape import read_archive
 from diloco.workers.moments.state_folder import StateFolder

@@ -14,10 +14,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected, WindowChanged, WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, WindowChanged
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.payload.quantize import BLOCK

@@ -24,10 +24,8 @@ from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusFull
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Committed, DeltaHeader, Head, RefusalReason, Rejected
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.view.status_reader import read_status

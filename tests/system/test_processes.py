@@ -19,7 +19,7 @@ from diloco.launcher.locate import locate
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import DilocoError
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.tape import read_archive
 from tests.parties import wait_for
 from tests.system.test_processes import Run, is_running, started

@@ -23,8 +23,8 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.ledger import accounts, problems

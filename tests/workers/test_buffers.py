@@ -18,8 +18,8 @@ from torch import nn
 from diloco.export import export
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.transfer.globals import pull_exact

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.pipeline.messages.tape import Committed, Rejected
+from diloco.pipeline.messages.fragment import Committed, Rejected
 from diloco.workers.rounds import OpenWindow
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

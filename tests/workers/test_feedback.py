@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.messages.head import MergedBase
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed, MergedBase
 from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.payload.quantize import KINDS, Quantized
 from diloco.pipeline.transfer.payloads import pull

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS
 from diloco.workers.exchange import carrier, first_version
 from diloco.workers.times import LearnerTimes

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from diloco.pipeline.errors import LearnerDiverged, exit_status
-from diloco.pipeline.messages.tape import Contribution, RefusalReason, Rejected
+from diloco.pipeline.messages.fragment import Contribution, RefusalReason, Rejected
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.refused import Refused
 from diloco.workers.exchange.shared import Shared

@@ -13,7 +13,7 @@ import pytest
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.joined import JoinedLearner
 from diloco.workers.rounds import Base, Rounds

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.errors import BusError
-from diloco.pipeline.messages.tape import Committed, TapeRecord
+from diloco.pipeline.messages.fragment import Committed, TapeRecord
 from diloco.pipeline.payload.codec import decode_tape
 from diloco_studies.virtual.memory_store import Stream
 from tests.world.link import Link

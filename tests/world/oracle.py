@@ -26,11 +26,9 @@ from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.fragment import Committed, DeltaHeader, RefusalReason, TapeRecord, WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
-from diloco.pipeline.messages.tape import Committed, RefusalReason, TapeRecord
 from diloco.pipeline.payload.codec import DTYPES, TRAITS, chunk_count, decode
 from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.workers.rounds import Base
 from tests.world.link import Link

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.fragments import Slot
-from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.fragment import DeltaHeader
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 
 Float64 = npt.NDArray[np.float64]

@@ -15,8 +15,7 @@ import numpy as np
 
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.keys import RunKeys
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.tape import RefusalReason, Rejected
+from diloco.pipeline.messages.fragment import DeltaHeader, RefusalReason, Rejected
 from diloco_studies.virtual.memory_store import Stream
 from diloco_studies.virtual.virtual_time import UNIX_START_S
 from tests.world.link import Link

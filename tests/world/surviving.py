@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.fragment import DeltaHeader
 
 Float64 = npt.NDArray[np.float64]
 

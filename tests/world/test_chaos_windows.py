@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from diloco.pipeline.messages.head import IDLE_VIEW
+from diloco.pipeline.messages.fragment import IDLE_VIEW
 from tests import samples
 from tests.world.link import Link
 from tests.world.surviving import Surviving

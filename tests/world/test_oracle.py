@@ -9,9 +9,7 @@ import pytest
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import IDLE_VIEW
-from diloco.pipeline.messages.tape import RefusalReason, Rejected
+from diloco.pipeline.messages.fragment import IDLE_VIEW, DeltaHeader, RefusalReason, Rejected
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples
 from tests.world import reference

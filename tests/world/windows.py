@@ -10,8 +10,7 @@ says it suspects is in once its payload is on the bus too, and nobody waits for 
 import math
 from collections.abc import Callable
 
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.fragment import DeltaHeader, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from tests.world import reference
 from tests.world.link import Link

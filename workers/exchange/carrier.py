@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.errors import BadMessage, BadPayload, PayloadIncomplete, UsageError
-from diloco.pipeline.messages.head import Head, MergedBase
-from diloco.pipeline.messages.tape import Contribution
+from diloco.pipeline.messages.fragment import Contribution, Head, MergedBase
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Payload

@@ -18,7 +18,7 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BadPayload, BusError, OtherFormat, PeerError, SpecMismatch, outage_event
 from diloco.pipeline.fragments import Layout, layout_of
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.transfer.globals import pull_exact

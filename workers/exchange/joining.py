@@ -17,7 +17,7 @@ from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, NotPermitted
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.liveness import live_learners
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import Event, LearnerReport, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec

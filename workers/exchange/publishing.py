@@ -15,7 +15,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from diloco.pipeline.errors import BadMessage, BusError
-from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.fragment import DeltaHeader
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Retries
 from diloco.workers.exchange.carrier import Carrier, delta_key, on_all_lanes

@@ -13,8 +13,7 @@ from diloco.pipeline.bus.ports import Clock
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadMessage
-from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
+from diloco.pipeline.messages.fragment import Committed, Head, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.retry import Retries
 from diloco.workers.exchange.carrier import Feedback, NoDeltas, on_all_lanes
 from diloco.workers.exchange.first_version import Version0

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from diloco.pipeline.errors import LearnerDiverged
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected
 from diloco.workers.exchange.member import Member
 
 # What to do, by reason. The other reasons concern late deltas and the network, and pass by themselves.

@@ -22,7 +22,7 @@ import structlog
 
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
-from diloco.pipeline.messages.head import Head, MergedBase
+from diloco.pipeline.messages.fragment import Head, MergedBase
 from diloco.pipeline.messages.wire import AVERAGED, Codec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled

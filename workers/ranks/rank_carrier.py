@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from diloco.pipeline.messages.head import Head, MergedBase
-from diloco.pipeline.messages.tape import Contribution
+from diloco.pipeline.messages.fragment import Contribution, Head, MergedBase
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
 from diloco.workers.ranks.placement import Capacity, ServerPlacement

@@ -32,9 +32,7 @@ from diloco.pipeline.bus.redis.connection import RedisConnection, held
 from diloco.pipeline.bus.redis.redis_errors import THERE, unlink
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, BusUnavailable, NotPermitted, Oversized, ScriptsMissing
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head, WindowView
-from diloco.pipeline.messages.tape import Rewound, WindowChanged
+from diloco.pipeline.messages.fragment import DeltaHeader, Head, Rewound, WindowChanged, WindowView
 from diloco.pipeline.messages.wire import MAX_LEASE_S, MAX_NAME_CHARS
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 

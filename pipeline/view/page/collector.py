@@ -19,9 +19,9 @@ from diloco.pipeline.bus.tape_reading import lost, previous_id
 from diloco.pipeline.errors import BusError, DilocoError, PeerError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import TapeRecord
 from diloco.pipeline.messages.run import Evaluation, Event
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.page.last_poll import Reading

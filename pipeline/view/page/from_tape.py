@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.fragment import Committed, Rejected, TapeRecord
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.page.model import Model, PageModel, Poll
 from diloco.pipeline.view.page.past import grown

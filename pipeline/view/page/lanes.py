@@ -6,7 +6,7 @@ Times in messages come from peers and may be wrong: none is drawn later than now
 from collections.abc import Sequence
 from enum import IntFlag
 
-from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeRecord, WindowChanged
+from diloco.pipeline.messages.fragment import Committed, Rejected, Rewound, TapeRecord, WindowChanged
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
 

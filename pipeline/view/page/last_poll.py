@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from statistics import median
 
+from diloco.pipeline.messages.fragment import Committed, Rewound
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.view.page.model import Poll
 from diloco.pipeline.view.status import LearnerStatus, is_missed, present

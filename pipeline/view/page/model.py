@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.pipeline.bus.ports import BusInfo
+from diloco.pipeline.messages.fragment import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.messages.run import REDIS_CHANGED, Evaluation, Event, Phase
-from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
 from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.page.lanes import LearnerBits, LearnerLife, Shown, WindowLife, draw_record

@@ -9,7 +9,7 @@ overwritten, died, pending only the current sums are known, so they are drawn fr
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
+from diloco.pipeline.messages.fragment import Committed, Rejected, TapeRecord
 from diloco.pipeline.view.ledger import surviving
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import Status

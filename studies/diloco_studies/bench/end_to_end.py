@@ -31,7 +31,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.wire import Codec, OuterName
 from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.payload.quantize import GROUP

@@ -31,7 +31,7 @@ import typer
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.messages.tape import Committed, TapeRecord
+from diloco.pipeline.messages.fragment import Committed, TapeRecord
 from diloco.tape import read_live
 from diloco_studies.bench.end_to_end import Fleet, server
 from diloco_studies.bench.plain import Plain

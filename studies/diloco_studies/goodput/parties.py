@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.fragment import DeltaHeader
 from diloco.pipeline.messages.run import LearnerReport, SeenReport
 from diloco.pipeline.messages.wire import Message
 from diloco_studies.goodput.job import Timeline

@@ -17,10 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head, MergedBase, WindowView
+from diloco.pipeline.messages.fragment import DeltaHeader, Head, MergedBase, RefusalReason, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.outer_cost import CORE_FLOPS
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.site import outer_operations

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import SyncerProcess, SyncerSettings

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.fragment import Committed, Rewound, TapeRecord
 from diloco.pipeline.messages.shards import ShardQueue
-from diloco.pipeline.messages.tape import Committed, Rewound, TapeRecord
 from diloco.pipeline.view.ledger import accounts, problems, surviving
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco_studies.strikes import footprint

@@ -27,7 +27,7 @@ from diloco.options import (
 )
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.process import logs
 from diloco.pipeline.process.output import survive_closed_pipes
 from diloco.pipeline.process.signals import ignore_hangup

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from diloco.launcher.report import Outcome, build, ledger_line
-from diloco.pipeline.messages.tape import Committed, Rewound
+from diloco.pipeline.messages.fragment import Committed, Rewound
 from diloco.pipeline.units import duration
 from diloco.pipeline.view.ledger import surviving
 from diloco_studies.strikes import bounds as chaos_bounds

@@ -28,8 +28,8 @@ from diloco.launcher.report import Outcome
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError
+from diloco.pipeline.messages.fragment import Committed, TapeRecord
 from diloco.pipeline.messages.shards import ShardQueue
-from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.process import signals
 from diloco.pipeline.settings import groups_on

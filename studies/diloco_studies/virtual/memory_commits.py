@@ -6,8 +6,7 @@ from diloco.pipeline.bus import cluster_slots, schema
 from diloco.pipeline.bus.commits import MAX_HEADERS, Commit, Published, Refusal, Republication, Staged
 from diloco.pipeline.bus.ports import OwnerWrites
 from diloco.pipeline.errors import BadMessage, HeadMoved, LeaseLost, PayloadIncomplete
-from diloco.pipeline.messages.head import WindowView
-from diloco.pipeline.messages.tape import Rewound, WindowChanged
+from diloco.pipeline.messages.fragment import Rewound, WindowChanged, WindowView
 from diloco.pipeline.payload.codec import encode
 from diloco_studies.virtual.memory_calls import MemoryCalls
 from diloco_studies.virtual.memory_store import EntryId, Hash

@@ -16,8 +16,7 @@ from diloco.pipeline.bus.ports import (
     TapeEntry,
 )
 from diloco.pipeline.errors import PayloadIncomplete
-from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.fragment import DeltaHeader, Head
 from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, MAX_LEASE_S
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 from diloco_studies.virtual.memory_calls import MemoryCalls
