@@ -112,17 +112,6 @@ class Staging:
 # --- the running sum -----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Begun:
-    """A sum with some contributions in it."""
-
-    total: Sum
-    entries: tuple[str, ...] = ()
-    """Header entries of the summed contributions, in order."""
-    weights: tuple[tuple[float, float], ...] = ()
-    """Share and clip factor of each, by which it was multiplied."""
-
-
 class RunningSum:
     """Sum of a window's contributions, extended as they complete.
 
@@ -136,7 +125,9 @@ class RunningSum:
     def __init__(self, fragment: FragmentState, offload: Offload, metrics: Metrics) -> None:
         self._fragment, self._offload, self._metrics = fragment, offload, metrics
         self._log = structlog.get_logger().bind(fragment=fragment.layout.id)
-        self._begun: _Begun | None = None
+        self._total: Sum | None = None
+        self._parts: tuple[tuple[str, float, float], ...] = ()
+        """`_parts` of the deltas in the sum, in order."""
         self._wanted: Sequence[Delta] = ()
         self._task: asyncio.Task[None] | None = None
 
@@ -157,7 +148,7 @@ class RunningSum:
         self._wanted = ()  # so that `_add_wanted` stops after the addition that is in progress
         if self._task is not None:
             await self._task
-        total = self._fitting(deltas, self._fragment.contributions(deltas)).total
+        total = self._fitting(deltas, self._fragment.contributions(deltas))
         self.close()
         return total
 
@@ -165,49 +156,35 @@ class RunningSum:
         """Drop the sum. An addition that still runs in another thread ends in a sum that nothing uses."""
         if self._task is not None:
             self._task.cancel()
-        self._begun, self._task, self._wanted = None, None, ()
+        self._total, self._parts, self._task, self._wanted = None, (), None, ()
 
     def _behind(self) -> bool:
         """Return whether there is something to sum."""
-        wanted, begun = self._wanted, self._begun
-        if len(wanted) < 2:
-            return False
-        if begun is None or begun.entries != _entries(wanted):
-            return True
-        return not _continues(begun, wanted, self._fragment.contributions(wanted))
+        wanted = self._wanted
+        return len(wanted) > 1 and self._parts != _parts(wanted, self._fragment.contributions(wanted))
 
-    def _fitting(self, deltas: Sequence[Delta], contributions: Contributions) -> _Begun:
-        """Return the current sum if these deltas continue it, otherwise a new one."""
-        begun = self._begun
-        if begun is not None and _continues(begun, deltas, contributions):
-            return begun
-        if begun is not None and begun.entries:
-            self._log.info("sum_begun_anew", summed=len(begun.entries))
-            self._metrics.sums_restarted.inc()
-        self._begun = begun = _Begun(Sum(self._fragment.layout))
-        return begun
+    def _fitting(self, deltas: Sequence[Delta], contributions: Contributions) -> Sum:
+        """Return the current sum if it has the first of these deltas, as they are weighted among all, or a new one."""
+        if self._total is None or self._parts != _parts(deltas, contributions)[: len(self._parts)]:
+            if self._parts:
+                self._log.info("sum_begun_anew", summed=len(self._parts))
+                self._metrics.sums_restarted.inc()
+            self._total, self._parts = Sum(self._fragment.layout), ()
+        return self._total
 
     async def _add_wanted(self) -> None:
         while self._behind():
             deltas = tuple(self._wanted)
             contributions = self._fragment.contributions(deltas)
-            begun = self._fitting(deltas, contributions)
-            await self._offload(begun.total.add, contributions.part(slice(len(begun.entries), None)))
-            begun.entries, begun.weights = _entries(deltas), _weights(contributions)
+            total = self._fitting(deltas, contributions)
+            await self._offload(total.add, contributions.part(slice(len(self._parts), None)))
+            self._parts = _parts(deltas, contributions)
 
 
-def _continues(begun: _Begun, deltas: Sequence[Delta], contributions: Contributions) -> bool:
-    """Return whether the sum holds the first deltas, with the shares and factors that they have among all."""
-    count = len(begun.entries)
-    return begun.entries == _entries(deltas)[:count] and begun.weights == _weights(contributions)[:count]
-
-
-def _entries(deltas: Sequence[Delta]) -> tuple[str, ...]:
-    return tuple(delta.offer.entry_id for delta in deltas)
-
-
-def _weights(contributions: Contributions) -> tuple[tuple[float, float], ...]:
-    return tuple(zip(contributions.shares, contributions.factors, strict=True))
+def _parts(deltas: Sequence[Delta], contributions: Contributions) -> tuple[tuple[str, float, float], ...]:
+    """Return header entry, share and clip factor of each delta."""
+    entries = (delta.offer.entry_id for delta in deltas)
+    return tuple(zip(entries, contributions.shares, contributions.factors, strict=True))
 
 
 # --- the commit ----------------------------------------------------------------------------------------
@@ -277,7 +254,7 @@ class Committing:
             learners=[c.learner for c in merged.contributions],
             tokens=commit.merged_tokens,
             reason=merge.reason,
-            norm=round(merged.norm, 5),
+            norm=round(record.norm, 5),
             **{name: round(getattr(record, name), 3) for name in ("quorum_s", "grace_s", "upload_s", "merge_s")},
         )
         return record
@@ -304,11 +281,11 @@ class Committing:
         return Committed(
             fragment=self._layout.id,
             version=merged.version,
-            digest=merged.digest,
+            digest=merged.stepped.digest,
             base_digest=loaded.head.digest,
             contributions=merged.contributions,
             reason=merge.reason[:500],
-            norm=merged.norm,
+            norm=merged.stepped.reduced.norm,
             quorum_s=merge.quorum_s,
             grace_s=merge.grace_s,
             upload_s=began - merge.fixed_at,

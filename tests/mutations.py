@@ -224,7 +224,7 @@ MUTATIONS = [
         "the momentum is lost",
         FragmentState,
         "merge",
-        (("momentum=stepped.momentum,", "momentum=None,"),),
+        ((".take()", ".take()._replace(momentum=None)"),),
     ),
     Mutation(
         "the outer warm-up is a step too short",
@@ -251,7 +251,7 @@ MUTATIONS = [
         (
             (
                 "yield slot.stop",
-                "step._momentum.after[slot.start : slot.stop] = taken\n        yield slot.stop",
+                "step._after[slot.start : slot.stop] = taken\n        yield slot.stop",
             ),
         ),
     ),
@@ -291,8 +291,8 @@ MUTATIONS = [
         "advance",
         (
             (
-                "self.theta, self.momentum = merged.theta,",
-                "self.theta, self.momentum = (merged.theta.view('u4') // 65536 * 65536).view('f4'),",
+                "self.theta, self.momentum = stepped.theta,",
+                "self.theta, self.momentum = (stepped.theta.view('u4') // 65536 * 65536).view('f4'),",
             ),
         ),
     ),
@@ -326,8 +326,8 @@ MUTATIONS = [
         "advance",
         (
             (
-                "= merged.version, merged.digest, self.theta",
-                "= merged.version, merged.digest, self.theta if self.before is None else self.before",
+                "= merged.version, stepped.digest, self.theta",
+                "= merged.version, stepped.digest, self.theta if self.before is None else self.before",
             ),
         ),
     ),
@@ -335,7 +335,7 @@ MUTATIONS = [
         "the momentum is not carried on",
         FragmentState,
         "advance",
-        (("self.theta, self.momentum = merged.theta, merged.momentum", "self.theta = merged.theta"),),
+        (("self.theta, self.momentum = stepped.theta, stepped.momentum", "self.theta = stepped.theta"),),
     ),
 ]
 

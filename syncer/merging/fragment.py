@@ -19,7 +19,7 @@ from diloco.pipeline.ramps import interval_in_force
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.merge import Contributions, Float32, Float64, Sum, all_finite, merge_shares, rebase
-from diloco.syncer.merging.outer import Outer, OuterStep, State, outer_at
+from diloco.syncer.merging.outer import Outer, OuterStep, State, Stepped, outer_at
 
 # A delta is refused if it is more than this many times as long as the running median of its fragment's deltas.
 ABSURD_NORM_FACTOR = 100.0
@@ -69,19 +69,12 @@ class Merged:
     """State of the fragment after the commit, if it succeeds."""
 
     version: int
-    digest: bytes
-    theta: Float32
-    momentum: Float32 | None
+    stepped: Stepped
     contributions: tuple[Contribution, ...]
     merged: tuple[MergedBase, ...]
     norms: tuple[float, ...]
     """See `Head.norms`."""
-    norm: float
-    directions: Float64
-    """See `merge.Reduced`, including for `norm`."""
-    orthogonal: Float32 | None = None
-    """See `outer.Stepped.orthogonal`."""
-    finite: bool = True
+    finite: bool
     """True if values and momentum have no NaN and no infinity. Otherwise the state must not be committed."""
 
 
@@ -204,9 +197,7 @@ class FragmentState:
             )
         return Merged(
             version=version,
-            digest=stepped.digest,
-            theta=stepped.theta,
-            momentum=stepped.momentum,
+            stepped=stepped,
             contributions=tuple(
                 Contribution(
                     learner=h.learner,
@@ -227,16 +218,14 @@ class FragmentState:
             ),
             merged=tuple(merged.values()),
             norms=(*self.norms, median(d.sent.norm for d in deltas))[-MERGES_KEPT:],
-            norm=stepped.reduced.norm,
-            directions=stepped.reduced.directions,
-            orthogonal=stepped.orthogonal,
             finite=finite(stepped.theta, stepped.momentum),
         )
 
     def advance(self, merged: Merged) -> None:
         """Take over the outcome of a merge whose commit has succeeded."""
-        self.version, self.digest, self.before = merged.version, merged.digest, self.theta
-        self.theta, self.momentum = merged.theta, merged.momentum
+        stepped = merged.stepped
+        self.version, self.digest, self.before = merged.version, stepped.digest, self.theta
+        self.theta, self.momentum = stepped.theta, stepped.momentum
         self.norms = merged.norms
 
 

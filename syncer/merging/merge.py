@@ -18,12 +18,14 @@ factors, so a merge can be repeated from recorded factors.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from diloco.pipeline.fragments import FragmentLayout, Slot
 from diloco.pipeline.messages.wire import MergeRule, WeightsName
@@ -166,18 +168,6 @@ def merge_shares(
 # --- merge rules ------------------------------------------------------------------------------------------
 
 
-class Terms(NamedTuple):
-    """Some contributions to one tensor."""
-
-    deltas: Sequence[Vector]
-    """Each (elements,), of the whole fragment."""
-    lengths: Sequence[float]
-    """L2 norm of each delta in this tensor."""
-    shares: Sequence[float]
-    factors: Sequence[float]
-    """`algorithm.clip_factors` of each delta: it is merged as if it were this many times as long."""
-
-
 class Contributions(NamedTuple):
     """Contributions to a fragment, in the order in which they are summed."""
 
@@ -188,15 +178,11 @@ class Contributions(NamedTuple):
     shares: Sequence[float]
     """`merge_shares` of each, or any other multiple of the merge weights that is not too large."""
     factors: Sequence[float]
-    """`algorithm.clip_factors` of each; 1 for a single contribution."""
+    """`algorithm.clip_factors` of each: it is merged as if it were this many times as long; 1 for a single one."""
 
     def part(self, piece: slice) -> "Contributions":
         """Return some of them."""
         return Contributions(self.deltas[piece], self.norms[piece], self.shares[piece], self.factors[piece])
-
-    def to(self, tensor: int) -> Terms:
-        """Return the contributions to one tensor."""
-        return Terms(self.deltas, [float(one[tensor]) for one in self.norms], self.shares, self.factors)
 
 
 class TensorStats(NamedTuple):
@@ -208,16 +194,19 @@ class TensorStats(NamedTuple):
     """L2 norm of the weighted mean of directions; 0 if the rule does not merge whole tensors by direction."""
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """Merges contributions to one tensor: they are added as they arrive, the last ones when the tensor is closed."""
 
-    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
+    def __init__(self, tensor: int, slot: Slot, out: Float32, scratch: Float32) -> None:
         """Merge into out[slot.start : slot.stop]; scratch (block,) is shared by all rules, which run one at a time."""
+        self._tensor, self._slot, self._out, self._scratch = tensor, slot, out, scratch
 
-    def add(self, terms: Terms) -> None:
+    @abstractmethod
+    def add(self, more: Contributions) -> None:
         """Add these contributions to the sum."""
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
+    @abstractmethod
+    def close(self, rest: Contributions, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
         """Add the rest and make the pseudogradient.
 
         Args:
@@ -228,20 +217,36 @@ class Rule(Protocol):
         """
 
 
-class _Running:
-    """Sum of factor * delta in float32, accumulated in the tensor's part of the output."""
+class Mean(Rule):
+    """Merges by `algorithm.mean`: the sum of factor * delta in float32, in the tensor's part of the output."""
 
-    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
-        self._slot, self._out, self._scratch = slot, out, scratch
-        self._count = 0
+    _count = 0
 
-    def add(self, deltas: Sequence[Vector], factors: Sequence[float]) -> Iterator[tuple[int, int, Float32]]:
+    @override
+    def add(self, more: Contributions) -> None:
+        for _ in self._added(more):
+            pass
+
+    @override
+    def close(self, rest: Contributions, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
+        found = 0.0
+        for start, stop, block in self._added(rest):
+            if scale != 1.0:
+                np.multiply(block, scale, out=block)
+            found += squares(block)
+            each_block(start, stop)
+        return TensorStats(found)
+
+    def _factors(self, more: Contributions) -> list[float]:
+        return list(map(mul, more.shares, more.factors))
+
+    def _added(self, more: Contributions) -> Iterator[tuple[int, int, Float32]]:
         """Add these block by block; yield (start, stop) and the block, each once all of them are in it."""
-        begun = self._count
-        self._count += len(deltas)
+        begun, factors = self._count, self._factors(more)
+        self._count += len(factors)
         for start, stop in _blocks(self._slot.start, self._slot.stop):
             block, term = self._out[start:stop], self._scratch[: stop - start]
-            for number, (delta, factor) in enumerate(zip(deltas, factors, strict=True), begun):
+            for number, (delta, factor) in enumerate(zip(more.deltas, factors, strict=True), begun):
                 part, into = delta[start:stop], term if number else block
                 if part.dtype != np.float32:
                     np.copyto(into, part)
@@ -254,48 +259,16 @@ class _Running:
             yield start, stop, block
 
 
-class Mean:
-    """Merges by `algorithm.mean`."""
+class Rda(Mean):
+    """Merges by `algorithm.rda`: sums directions."""
 
-    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
-        self._sum = _Running(slot, out, scratch)
-
-    def add(self, terms: Terms) -> None:
-        """Add these contributions to the sum."""
-        for _ in self._added(terms):
-            pass
-
-    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
-        """Add the rest and make the pseudogradient (see `Rule.close`), in one pass."""
-        found = 0.0
-        for start, stop, block in self._added(rest):
-            if scale != 1.0:
-                np.multiply(block, scale, out=block)
-            found += squares(block)
-            each_block(start, stop)
-        return TensorStats(found)
-
-    def _added(self, terms: Terms) -> Iterator[tuple[int, int, Float32]]:
-        return self._sum.add(terms.deltas, list(map(mul, terms.shares, terms.factors)))
-
-
-class Rda:
-    """Merges by `algorithm.rda`."""
-
-    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
-        self._sum, self._slot, self._out = _Running(slot, out, scratch), slot, out
+    def __init__(self, tensor: int, slot: Slot, out: Float32, scratch: Float32) -> None:
+        super().__init__(tensor, slot, out, scratch)
         self._lengths: list[float] = []
 
-    def add(self, terms: Terms) -> None:
-        """Add these contributions' weighted directions to the sum."""
-        for _ in self._added(terms):
-            pass
-
-    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
-        """Add the rest and make the pseudogradient (see `Rule.close`).
-
-        It takes two passes: the length of the mean direction, by which a block is scaled, is known after the first.
-        """
+    @override
+    def close(self, rest: Contributions, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
+        # Two passes: the length of the mean direction, by which a block is scaled, is known after the first.
         found = 0.0
         for *_, block in self._added(rest):
             found += squares(block)
@@ -308,30 +281,30 @@ class Rda:
             each_block(start, stop)
         return TensorStats(found * factor * factor, measured)
 
-    def _added(self, terms: Terms) -> Iterator[tuple[int, int, Float32]]:
-        both = list(zip(terms.shares, terms.lengths, strict=True))
-        self._lengths += [share * length * factor for (share, length), factor in zip(both, terms.factors, strict=True)]
-        factors = [share / length if length > _NO_DIRECTION else 0.0 for share, length in both]
-        return self._sum.add(terms.deltas, factors)
+    @override
+    def _factors(self, more: Contributions) -> list[float]:
+        both = [(share, float(norms[self._tensor])) for share, norms in zip(more.shares, more.norms, strict=True)]
+        self._lengths += [share * length * factor for (share, length), factor in zip(both, more.factors, strict=True)]
+        return [share / length if length > _NO_DIRECTION else 0.0 for share, length in both]
 
 
-class RdaRow:
+class RdaRow(Rule):
     """Merges by `algorithm.rda_row`, with sums in float64: short rows nearly cancel far more often than tensors do."""
 
-    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
-        self._slot, self._out = slot, out
+    def __init__(self, tensor: int, slot: Slot, out: Float32, scratch: Float32) -> None:
+        super().__init__(tensor, slot, out, scratch)
         self._columns = (slot.stop - slot.start) // (slot.shape[0] if slot.shape else 1)
         self._rows: _Rows | None = None
 
-    def add(self, terms: Terms) -> None:
-        """Add these contributions' weighted row directions to the sums."""
+    @override
+    def add(self, more: Contributions) -> None:
         if self._rows is None:
             self._rows = _Rows.zero((self._slot.stop - self._slot.start) // self._columns, self._columns)
         for start, stop in self._row_blocks():
-            self._add(terms, self._rows.part(*self._numbers(start, stop)), start, stop)
+            self._add(more, self._rows.part(*self._numbers(start, stop)), start, stop)
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
-        """Add the rest and make the pseudogradient (see `Rule.close`)."""
+    @override
+    def close(self, rest: Contributions, scale: float, recorded: float | None, each_block: EachBlock) -> TensorStats:
         found = 0.0
         for start, stop in self._row_blocks():
             first, last = self._numbers(start, stop)
@@ -351,8 +324,8 @@ class RdaRow:
         """Return the row numbers [first, last) of the elements [start, stop)."""
         return (start - self._slot.start) // self._columns, (stop - self._slot.start) // self._columns
 
-    def _add(self, terms: Terms, rows: "_Rows", start: int, stop: int) -> None:
-        rows.add([delta[start:stop].reshape(-1, self._columns) for delta in terms.deltas], terms)
+    def _add(self, more: Contributions, rows: "_Rows", start: int, stop: int) -> None:
+        rows.add([delta[start:stop].reshape(-1, self._columns) for delta in more.deltas], more)
 
 
 class _Rows(NamedTuple):
@@ -373,9 +346,9 @@ class _Rows(NamedTuple):
         """Return rows [start, stop), sharing memory."""
         return _Rows(self.directions[start:stop], self.lengths[start:stop])
 
-    def add(self, parts: Sequence[Float32], terms: Terms) -> None:
-        """Add parts of the terms' deltas, each (rows, columns)."""
-        for part, share, factor in zip(parts, terms.shares, terms.factors, strict=True):
+    def add(self, parts: Sequence[Float32], of: Contributions) -> None:
+        """Add parts of the deltas, each (rows, columns)."""
+        for part, share, factor in zip(parts, of.shares, of.factors, strict=True):
             rows = part.astype(np.float64)
             lengths = _row_lengths(rows)
             np.add(self.lengths, share * factor * lengths, out=self.lengths)
@@ -428,14 +401,15 @@ class Sum:
         """(elements,): the sum so far, in the end the pseudogradient; not set before the first contribution."""
         self._slots = {t: slot for t, slot in enumerate(layout.slots) if slot.start < slot.stop}
         self._scratch = np.empty(min(BLOCK, layout.elements), np.float32)
-        self._rules = {t: RULES[slot.tensor.rule](slot, self.values, self._scratch) for t, slot in self._slots.items()}
+        kept = self.values, self._scratch
+        self._rules = {t: RULES[slot.tensor.rule](t, slot, *kept) for t, slot in self._slots.items()}
         self.count = 0
         """How many contributions were added."""
 
     def add(self, more: Contributions) -> None:
         """Add these contributions to the sum."""
-        for t, rule in self._rules.items():
-            rule.add(more.to(t))
+        for rule in self._rules.values():
+            rule.add(more)
         self.count += len(more.deltas)
 
     def close(
@@ -454,8 +428,8 @@ class Sum:
         scale = 1.0 if alone else 1 / math.fsum(contributions.shares)
         total, directions = 0.0, np.zeros(len(self.layout.slots), np.float64)
         for t, slot in self._slots.items():
-            rule = Mean(slot, self.values, self._scratch) if alone else self._rules[t]
+            rule = Mean(t, slot, self.values, self._scratch) if alone else self._rules[t]
             told = None if recorded is None else float(recorded[t])
-            squared, directions[t] = rule.close(rest.to(t), scale, told, each_block)
+            squared, directions[t] = rule.close(rest, scale, told, each_block)
             total += squared
         return Reduced(math.sqrt(total), directions)

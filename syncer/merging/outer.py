@@ -55,28 +55,6 @@ def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) 
     return Outer(sync.outer_lr, sync.outer_momentum)
 
 
-class Momentum(NamedTuple):
-    """The outer optimizer's momentum, b' = mu b + D, of a whole fragment or some of its elements."""
-
-    before: Float32 | None
-    """(elements,) b; None means zeros."""
-    after: Float32
-    """(elements,), overwritten with b'; may be `before` itself."""
-    mu: float
-
-    def part(self, piece: slice) -> "Momentum":
-        """Return the momentum of some elements, sharing memory."""
-        return Momentum(None if self.before is None else self.before[piece], self.after[piece], self.mu)
-
-    def add(self, pseudogradient: Float32) -> None:
-        """Compute the momentum after a step with the pseudogradient D (elements,)."""
-        if self.before is None:
-            self.after.fill(0)
-        else:
-            np.multiply(self.before, self.mu, out=self.after)
-        np.add(self.after, pseudogradient, out=self.after)
-
-
 class PlainStep:
     """One outer step, taken block by block: `theta -= lr*D`, like torch.optim.SGD."""
 
@@ -114,10 +92,12 @@ class AveragingStep(PlainStep):
 class NesterovStep(PlainStep):
     """One outer step, block by block: `b = mu*b + D; theta -= lr*(D + mu*b)`, like torch.optim.SGD(nesterov=True)."""
 
-    def __init__(self, theta: Float32, momentum: Momentum, out: Float32, lr: float) -> None:
-        """Set what each block reads and writes (see `PlainStep`); momentum is also read and written."""
+    def __init__(
+        self, theta: Float32, out: Float32, lr: float, mu: float, before: Float32 | None, after: Float32
+    ) -> None:
+        """Also read the momentum before (elements,), None for zeros, and write that after; both may be one array."""
         super().__init__(theta, out, lr)
-        self._momentum = momentum
+        self._mu, self._before, self._after = mu, before, after
 
     @override
     def block(self, start: int, stop: int) -> None:
@@ -127,9 +107,13 @@ class NesterovStep(PlainStep):
 
     def direction(self, start: int, stop: int, step: Float32) -> None:
         """Write the new b of elements [start, stop), and D + mu*b to step (stop - start,)."""
-        d, momentum = self._out[start:stop], self._momentum.part(slice(start, stop))
-        momentum.add(d)
-        np.multiply(momentum.after, momentum.mu, out=step)
+        d, b = self._out[start:stop], self._after[start:stop]
+        if self._before is None:
+            b.fill(0)
+        else:
+            np.multiply(self._before[start:stop], self._mu, out=b)
+        np.add(b, d, out=b)
+        np.multiply(b, self._mu, out=step)
         np.add(step, d, out=step)
 
 
@@ -296,7 +280,7 @@ class OuterStep:
         self._matrices: tuple[NesterovStep, Float32] | None = None
         self._step: PlainStep
         if self._momentum is not None:
-            self._step = step = NesterovStep(theta, Momentum(before.momentum, self._momentum, mu), values, lr)
+            self._step = step = NesterovStep(theta, values, lr, mu, before.momentum, self._momentum)
             if sync.outer == "halley" and (elements := matrix_elements(layout)):
                 self._matrices = step, np.empty(elements, np.float32)
         elif layout.averaged:

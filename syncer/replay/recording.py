@@ -172,19 +172,20 @@ class Recorder:
             self.problem = f"the recording has gaps, the last at fragment {state.layout.id} version {version}: {error}"
 
     def _merge(self, base: FragmentState, deltas: Sequence[Delta], merged: Merged) -> None:
+        stepped = merged.stepped
         header = MergeHeader(
             fragment=base.layout.id,
             version=merged.version,
-            digest=merged.digest,
+            digest=stepped.digest,
             base_digest=base.digest,
             contributions=merged.contributions,
             deltas=tuple(self._digest(delta.sent.values) for delta in deltas),
-            norm=merged.norm,
-            orthogonal=None if merged.orthogonal is None else self._digest(merged.orthogonal),
+            norm=stepped.reduced.norm,
+            orthogonal=None if stepped.orthogonal is None else self._digest(stepped.orthogonal),
         )
-        steps = [] if merged.orthogonal is None else [merged.orthogonal]
+        steps = [] if stepped.orthogonal is None else [stepped.orthogonal]
         sent = [delta.sent.values for delta in deltas]
-        self._save(header, MERGE, [merged.directions, *(delta.norms for delta in deltas), *steps, *sent])
+        self._save(header, MERGE, [stepped.reduced.directions, *(delta.norms for delta in deltas), *steps, *sent])
 
     def _loaded(self, state: FragmentState) -> None:
         kept = [] if state.momentum is None else [state.momentum]

@@ -10,7 +10,6 @@ from diloco.pipeline.fragments import layout_of
 from diloco.syncer import algorithm
 from diloco.syncer.merging.merge import BLOCK
 from diloco.syncer.merging.outer import (
-    Momentum,
     NesterovStep,
     PlainStep,
     State,
@@ -25,7 +24,7 @@ from tests import samples
 def nesterov_step(theta: Any, momentum: Any, pseudogradient: Any, lr: float, mu: float) -> None:
     """A whole outer step in place, but for the pseudogradient."""
     out = pseudogradient.copy()
-    step = NesterovStep(theta, Momentum(momentum, momentum, mu), out, lr) if mu else PlainStep(theta, out, lr)
+    step = NesterovStep(theta, out, lr, mu, momentum, momentum) if mu else PlainStep(theta, out, lr)
     for start in range(0, len(theta), BLOCK):
         step.block(start, min(start + BLOCK, len(theta)))
     theta[:] = out
