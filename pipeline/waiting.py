@@ -22,13 +22,11 @@ async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> No
             wait.cancel()
 
 
-async def woken_or_done(wake: asyncio.Event, task: asyncio.Task[None], timeout_s: float) -> None:
-    """Wait until the event is set, the task is done, or the timeout expires. The task is not cancelled."""
-    waiting = asyncio.ensure_future(wake.wait())
-    try:
-        await asyncio.wait({waiting, task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for their end; their results and errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def pause(wake: asyncio.Event, goes_on: Callable[[], bool], clock: Clock, pause_s: float) -> None:

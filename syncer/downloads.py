@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -20,7 +21,7 @@ from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.messages.fragment import RefusalReason
 from diloco.pipeline.payload.codec import TRAITS, PayloadReader
 from diloco.pipeline.transfer.payloads import Offload, arriving
-from diloco.pipeline.waiting import woken_or_done
+from diloco.pipeline.waiting import cancel
 from diloco.syncer.admission import TIMEOUT_FACTOR, Offer, UploadProgress
 from diloco.syncer.grace import DECAY
 from diloco.syncer.merging.fragment import Delta, FragmentState
@@ -44,12 +45,14 @@ class Arrivals:
     """Headers read ahead of the window, from the start of the streams, which hold all pending deltas."""
 
     def __init__(self, bus: Offers, fragment: int, wake: asyncio.Event) -> None:
+        """Begin to read; `wake` is set whenever a header has come, and once reading has ended."""
         self._bus, self._p, self._wake = bus, fragment, wake
         self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MAX_ARRIVED)
         self._waiting, self._looked = Counter[str](), dict[str, str]()
         """How many headers of each learner were read but not handled, and the id of the last handled one."""
         self._flooding, self._cut = dict[str, None](), asyncio.Event()
         self._reader = asyncio.create_task(self._read())
+        self._reader.add_done_callback(lambda _: wake.set())
 
     @property
     def empty(self) -> bool:
@@ -89,14 +92,9 @@ class Arrivals:
         if self._reader.done():
             self._reader.result()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until `wake` is set, reading has ended, or the time is over."""
-        await woken_or_done(self._wake, self._reader, timeout_s)
-
     async def close(self) -> None:
         """Stop reading."""
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        await cancel(self._reader)
 
     async def _read(self) -> None:
         after: dict[str, str] = {}
@@ -154,6 +152,21 @@ class UploadEstimator:
             self._upload.observe(min(seconds, most))
 
 
+@dataclass(slots=True)
+class _Download:
+    """One delta, from the start of its download until it is forgotten."""
+
+    began_s: float
+    heard_s: float
+    """When a chunk last came or the bus last failed; infinite once all has come."""
+    came_s: float = -math.inf
+    """When the last chunk came."""
+    slow: bool = False
+    """True if it took longer than the deadline."""
+    task: asyncio.Task[None] | None = None
+    """None once `ended` has yielded the outcome."""
+
+
 class Downloads:
     """The downloads in flight, and the sound deltas that have arrived."""
 
@@ -167,20 +180,11 @@ class Downloads:
         uploads: UploadEstimator,
         progress: UploadProgress,
     ) -> None:
-        """Begin with no downloads.
-
-        `fragment` judges the deltas. `uploads` takes the duration of each upload, and `progress`, shared by all
-        fragments, the arrival of each chunk. `wake` is set whenever a download ends.
-        """
+        """Begin with no downloads; `wake` is set whenever one ends. `progress` is shared by all fragments."""
         self._bus, self._clock, self._fragment = bus, clock, fragment
         self._wake, self._offload, self._uploads, self._progress = wake, offload, uploads, progress
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._began: dict[str, float] = {}
-        self._heard: dict[str, float] = {}
-        self._came: dict[str, float] = {}
-        """Header entry -> when its last chunk came."""
-        self._slow: set[str] = set()
-        """Header entries of uploads that took longer than the deadline."""
+        self._known: dict[str, _Download] = {}
+        """By header entry."""
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
         self.outcomes: deque[tuple[Offer, Outcome]] = deque()
@@ -191,17 +195,18 @@ class Downloads:
             if offer.entry_id in self.deltas:
                 self.outcomes.append((offer, self.deltas[offer.entry_id]))
                 self._wake.set()
-            elif offer.entry_id not in self._tasks:
-                self._began[offer.entry_id] = self._heard[offer.entry_id] = self._clock.now()
-                self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer))
+            elif (known := self._known.get(offer.entry_id)) is None or known.task is None:
+                self._known[offer.entry_id] = new = _Download(self._clock.now(), self._clock.now())
+                new.task = asyncio.create_task(self._download(offer, new))
 
     def ended(self) -> Iterator[tuple[Offer, Outcome]]:
         """Yield the downloads that have ended, oldest first. A sound delta stays in `deltas` until it is forgotten."""
         while self.outcomes:
             offer, outcome = self.outcomes.popleft()
-            self._tasks.pop(offer.entry_id, None)
-            if isinstance(outcome, Delta) and offer.entry_id in self._began:
-                self.deltas[offer.entry_id] = outcome
+            if known := self._known.get(offer.entry_id):
+                known.task = None
+                if isinstance(outcome, Delta):
+                    self.deltas[offer.entry_id] = outcome
             yield offer, outcome
 
     async def as_merged(self, offers: Iterable[Offer]) -> list[Delta]:
@@ -216,24 +221,27 @@ class Downloads:
 
     def timed_out(self, entries: Iterable[str]) -> None:
         """Lengthen the upload deadline by those of these uploads that are still in flight; all have missed it."""
-        now = self._clock.now()
-        self._uploads.timed_out([now - self._began[entry_id] for entry_id in entries if entry_id in self._tasks])
+        now, known = self._clock.now(), (self._known.get(entry_id) for entry_id in entries)
+        self._uploads.timed_out([now - one.began_s for one in known if one is not None and one.task is not None])
 
     def note_complete(self, offer: Offer) -> None:
         """Note that a payload is whole on the bus, which counts like the arrival of a chunk."""
-        self._heard[offer.entry_id] = self._clock.now()
+        self._known[offer.entry_id].heard_s = self._clock.now()
 
     def last_progress_s(self, offer: Offer) -> float:
         """Return when the last chunk of a payload came or the bus last failed; infinite once all has arrived."""
-        return self._heard.get(offer.entry_id, math.inf)
+        known = self._known.get(offer.entry_id)
+        return math.inf if known is None else known.heard_s
 
     def came_in_time(self, offer: Offer) -> bool:
         """Return whether a completed upload was within the deadline."""
-        return offer.entry_id not in self._slow
+        known = self._known.get(offer.entry_id)
+        return known is None or not known.slow
 
     def arriving(self, offers: Iterable[Offer]) -> frozenset[str]:
         """Return the entries of those incomplete uploads that make progress, or are queued behind ones that do."""
-        now, upload_s, came = self._clock.now(), self._uploads.upload_s, self._came
+        now, upload_s = self._clock.now(), self._uploads.upload_s
+        came = {entry_id: known.came_s for entry_id, known in self._known.items()}
         return frozenset(
             one.entry_id
             for one in offers
@@ -243,31 +251,16 @@ class Downloads:
     def forget(self, entries: Iterable[str]) -> None:
         """Cancel and drop these deltas, which were merged or refused."""
         for entry_id in entries:
-            if task := self._tasks.pop(entry_id, None):
-                task.cancel()
-            self._began.pop(entry_id, None)
-            self._heard.pop(entry_id, None)
-            self._came.pop(entry_id, None)
-            self._slow.discard(entry_id)
+            if (known := self._known.pop(entry_id, None)) and known.task:
+                known.task.cancel()
             self.deltas.pop(entry_id, None)
 
     async def close(self) -> None:
-        """End all downloads and forget everything."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._tasks.clear()
-        self._began.clear()
-        self._heard.clear()
-        self._came.clear()
-        self._slow.clear()
-        self.deltas.clear()
-        self.outcomes.clear()
+        """End all downloads."""
+        await cancel(*(known.task for known in self._known.values() if known.task))
 
-    async def _download(self, offer: Offer) -> None:
-        h, began = offer.header, self._clock.now()
-        layout, sync = self._fragment.layout, self._fragment.sync
+    async def _download(self, offer: Offer, known: _Download) -> None:
+        h, layout, sync = offer.header, self._fragment.layout, self._fragment.sync
         key = self._bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.serial)
         outcome: Outcome
         while True:
@@ -280,21 +273,18 @@ class Downloads:
                         feed(reader, norms, chunks)
                     else:
                         await self._offload(feed, reader, norms, chunks)
-                    self._heard[offer.entry_id] = self._came[offer.entry_id] = now = self._clock.now()
+                    known.heard_s = known.came_s = now = self._clock.now()
                     self._progress.chunk_arrived(h, now)
-                self._heard[offer.entry_id] = math.inf
+                known.heard_s = math.inf
                 outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
-                if not self._uploads.observe(self._clock.now() - began):
-                    self._slow.add(offer.entry_id)
+                known.slow = not self._uploads.observe(self._clock.now() - known.began_s)
                 break
             except BadPayload as error:
                 outcome = RefusalReason.BAD_PAYLOAD, str(error)
                 break
             except BusError:
-                self._heard[offer.entry_id] = self._clock.now()
-                await asyncio.sleep(
-                    TIMES.download_retry_s
-                )  # until the bus answers, or `forget` or `close` cancels this
+                known.heard_s = self._clock.now()
+                await asyncio.sleep(TIMES.download_retry_s)  # until the bus answers, or this is cancelled
             except Exception as error:  # a bug here must not block the window, so only this delta is refused
                 outcome = RefusalReason.BAD_PAYLOAD, f"{type(error).__name__}: {error}"
                 structlog.get_logger().error("delta_not_judged", learner=h.learner, fragment=h.fragment, exc_info=error)

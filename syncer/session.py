@@ -17,7 +17,7 @@ from diloco.pipeline.messages.fragment import RefusalReason, WindowChanged, Wind
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
-from diloco.pipeline.waiting import TICK_S, pause
+from diloco.pipeline.waiting import TICK_S, first_of, pause
 from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Held, Offer, Refused, Suspects
 from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
@@ -119,7 +119,7 @@ class Session:
                         # The complete members are summed while the rest are awaited.
                         self._committing.sum.follow(await self._downloads.as_merged(self.window.complete()))
                         until = min(t for t in (decision.until, look_again, repair.due_s) if t is not None)
-                        await arrivals.wait(max(TICK_S, until - self._clock.now()))
+                        await first_of(self._wake, timeout_s=max(TICK_S, until - self._clock.now()))
         finally:
             await arrivals.close()
             self._committing.sum.close()

@@ -22,6 +22,7 @@ from diloco.pipeline.view.page.join_command import LearnerLaunch, RedisRoute
 from diloco.pipeline.view.page.model import Model
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import read_status
+from diloco.pipeline.waiting import cancel
 
 # The last model of a run's page, in its output folder.
 MODEL_FILE = "page.json"
@@ -70,8 +71,7 @@ async def served(
     try:
         yield collector, address
     finally:
-        collecting.cancel()
-        await asyncio.gather(collecting, return_exceptions=True)
+        await cancel(collecting)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_POLL_S):
                 await collector.poll()

@@ -22,7 +22,7 @@ from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import Bus, Clock, FragmentLeases
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.waiting import TICK_S, first_of
+from diloco.pipeline.waiting import TICK_S, cancel, first_of
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.serving.sharing import excess, wanted
 
@@ -304,8 +304,7 @@ async def holding(bus: FragmentLeases, fragments: Iterable[int], nonce: str, lea
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel(task)
 
 
 async def release_all(bus: FragmentLeases, nonce: str, fragments: int) -> None:

@@ -26,7 +26,7 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import StatusReader
-from diloco.pipeline.waiting import in_background
+from diloco.pipeline.waiting import cancel, in_background
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.metrics import Metrics
@@ -35,7 +35,7 @@ from diloco.syncer.replay.recording import Recorder
 from diloco.syncer.run_metrics import RunMetrics
 from diloco.syncer.serving.retrying import EVENLY, retrying, warn
 from diloco.syncer.serving.start import BusWarnings, Start, check_memory, speed_for
-from diloco.syncer.serving.supervisor import Serving, cancel
+from diloco.syncer.serving.supervisor import Serving
 from diloco.syncer.times import TIMES
 
 
@@ -147,7 +147,7 @@ async def _until(stop: asyncio.Event, work: Any) -> Any:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        await cancel([task, stopped])
+        await cancel(task, stopped)
 
 
 async def _reach(url: str, run: str) -> Bus:

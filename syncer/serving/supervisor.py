@@ -20,6 +20,7 @@ from diloco.pipeline.errors import BusError, BusUnavailable
 from diloco.pipeline.messages.run import REDIS_CHANGED, Event, Phase, RunState, SeenReport
 from diloco.pipeline.pacing import long_rounds, merge_share, outer_budget, slow_merges
 from diloco.pipeline.settings import SyncerProcess
+from diloco.pipeline.waiting import cancel
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.installing import InitialVersions
 from diloco.syncer.owner import FragmentOwner
@@ -121,7 +122,7 @@ class Serving:
             self._log.error("shutdown_overrun", after_s=self._settings.shutdown_s, safe="all committed versions")
             self._in_order = False
         finally:
-            await cancel([*background, *owners, *bound])
+            await cancel(*background, *owners, *bound)
             if self._archive:
                 self._archive.close()
             with suppress(BusError):
@@ -154,7 +155,7 @@ class Serving:
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await cancel([stopped])
+            await cancel(stopped)
         for task in done:
             task.result()  # a background task ends only by an error
 
@@ -177,7 +178,7 @@ class Serving:
             owner.wake.set()
         await self._retrying(self.leases.part)
         await asyncio.wait(owners)
-        await cancel(background)
+        await cancel(*background)
         if self.closing.done():
             await self._finish(stop, self.closing.result(), served)
         elif self._checkpoints and saves:
@@ -348,10 +349,3 @@ class _Presence:
             else:
                 self._log.warning("learner_fell_silent", **told, silent_s=round(seen.age_s, 1), detail=SILENT)
         self._here = here
-
-
-async def cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their end; their results and errors are dropped."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

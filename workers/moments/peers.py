@@ -28,6 +28,7 @@ from diloco.pipeline.liveness import is_live
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, OptimizerKind
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.transfer.payloads import pull, push
+from diloco.pipeline.waiting import cancel
 from diloco.workers.moments.saved_moments import Moments, check, of_moment
 from diloco.workers.times import TIMES
 
@@ -191,8 +192,7 @@ class Peers:
                 log.info("moments_offered", learner=self._learner, announced=announced)
                 return True
         finally:
-            holding.cancel()
-            await asyncio.gather(holding, return_exceptions=True)
+            await cancel(holding)
 
     async def _hold(self, nonce: str) -> None:
         """Renew the claim for as long as this learner works on it."""

@@ -35,6 +35,7 @@ import structlog
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, DilocoError, RankGone, UsageError
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
+from diloco.pipeline.waiting import cancel
 from diloco.workers.ranks.placement import SLICE
 
 Float32 = npt.NDArray[np.float32]
@@ -232,9 +233,7 @@ class Transport:
         if isinstance(found, Exception) and not (self.leaving and isinstance(found, RankGone)):
             await self.end_all(self._worded(found))
         self.leaving = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         for writer in self._writers.values():
             writer.close()
         for writer in self._writers.values():
