@@ -12,7 +12,7 @@ from diloco.pipeline.bus.schema import readable
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.fragment import Committed, WindowView
+from diloco.pipeline.messages.fragment import IDLE_VIEW, Committed
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MAX_ELEMENTS
@@ -73,9 +73,41 @@ async def restore_checkpoint(
             structlog.get_logger().warning("data_queue_replaced", by=str(checkpoint.folder), error=str(error))
             await bus.delete_data()
             await _restore_data(bus, checkpoint)
-    for p, fragment in enumerate(fragments):
-        if heads[p] is None:
-            await _restore_fragment(bus, checkpoint, spec, fragment, nonce, syncer, clock, offload)
+
+    async def restore_fragment(fragment: FragmentLayout) -> None:
+        """Commit one fragment at its saved version; it has no head yet."""
+        p, sync = fragment.id, fragment.sync(spec.sync)
+        saved = checkpoint.fragments[p]
+        theta, momentum = await offload(checkpoint.fragment, p)
+        at, kept = (p, saved.version, secrets.token_hex(8)), momentum if sync.outer_momentum else None
+        published = await push_global(bus, *at, theta, sync, BUS_TIMES.staged_ttl_s, offload, kept)
+        digest = await offload(payload_digest, as_bytes(theta), sync.chunk_bytes)
+        reason = f"restored from {checkpoint.folder_name}"
+        record = Committed(
+            fragment=p,
+            version=saved.version,
+            digest=digest,
+            reason=reason,
+            syncer=syncer,
+            unix_s=clock.unix(),
+            began_unix_s=checkpoint.state.began_unix_s,
+        )
+        await bus.commit(
+            Commit(
+                nonce=nonce,
+                expected=None,
+                published=published,
+                window=IDLE_VIEW.model_copy(update={"reason": reason}),
+                merged=(),
+                norms=saved.norms,
+                merged_tokens=saved.merged_tokens,
+                record=record,
+            )
+        )
+
+    for head, fragment in zip(heads, fragments, strict=True):
+        if head is None:
+            await restore_fragment(fragment)
 
 
 async def _restore_data(bus: Bus, checkpoint: Checkpoint) -> None:
@@ -117,45 +149,4 @@ def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
         reason=f"resumed from {checkpoint.folder_name}",
         manifest=(),
         origin_unix_s=checkpoint.state.began_unix_s,
-    )
-
-
-async def _restore_fragment(
-    bus: Bus,
-    checkpoint: Checkpoint,
-    spec: Spec,
-    fragment: FragmentLayout,
-    nonce: str,
-    syncer: str,
-    clock: Clock,
-    offload: Offload,
-) -> None:
-    """Commit one fragment at its saved version; it has no head yet."""
-    p, sync = fragment.id, fragment.sync(spec.sync)
-    saved = checkpoint.fragments[p]
-    theta, momentum = await offload(checkpoint.fragment, p)
-    at, kept = (p, saved.version, secrets.token_hex(8)), momentum if sync.outer_momentum else None
-    published = await push_global(bus, *at, theta, sync, BUS_TIMES.staged_ttl_s, offload, kept)
-    digest = await offload(payload_digest, as_bytes(theta), sync.chunk_bytes)
-    reason = f"restored from {checkpoint.folder_name}"
-    record = Committed(
-        fragment=p,
-        version=saved.version,
-        digest=digest,
-        reason=reason,
-        syncer=syncer,
-        unix_s=clock.unix(),
-        began_unix_s=checkpoint.state.began_unix_s,
-    )
-    await bus.commit(
-        Commit(
-            nonce=nonce,
-            expected=None,
-            published=published,
-            window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
-            merged=(),
-            norms=saved.norms,
-            merged_tokens=saved.merged_tokens,
-            record=record,
-        )
     )

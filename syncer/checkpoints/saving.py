@@ -8,7 +8,7 @@ time.
 import asyncio
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -131,7 +131,8 @@ async def finish_checkpoint(
         return await _run_to_completion(offload, _make_one, place, name, state)
 
     dropped = await _remove_on_failure(offload, place, name, write())
-    await _run_to_completion(offload, _drop, place, dropped)
+    for old in dropped:
+        await _run_to_completion(offload, _remove, place, old)
     return folder
 
 
@@ -217,7 +218,8 @@ def _write_fragment(folder: Place, head: Head, values: Float32, momentum: Float3
     if momentum is not None and momentum.any():
         vectors[MOMENTUM] = momentum
     name, digest = fragment_name(head.fragment, head.version, head.digest), hashlib.sha256()
-    folder.write(f"{name}.safetensors", digested(parts_of(_tensors(vectors)), digest.update))
+    tensors = {name: Tensor("F32", one.shape, one.nbytes, partial(as_bytes, one)) for name, one in vectors.items()}
+    folder.write(f"{name}.safetensors", digested(parts_of(tensors), digest.update))
     saved = SavedFragment(
         version=head.version,
         digest=head.digest,
@@ -229,15 +231,6 @@ def _write_fragment(folder: Place, head: Head, values: Float32, momentum: Float3
         norms=head.norms,
     )
     folder.write(f"{name}.json", [saved.model_dump_json(indent=1).encode()])
-
-
-def _tensors(vectors: Mapping[str, Float32]) -> dict[str, Tensor]:
-    """Return flat float32 vectors as tensors of a file."""
-
-    def one(vector: Float32) -> Tensor:
-        return Tensor("F32", vector.shape, vector.nbytes, lambda: as_bytes(vector))
-
-    return {name: one(vector) for name, vector in vectors.items()}
 
 
 # --- the manifest ------------------------------------------------------------------------------------
@@ -334,11 +327,6 @@ def _remove_unfinished(place: Place, name: str) -> None:
     It may: an object store can carry out a write whose answer was lost.
     """
     if name not in read_latest(place):
-        _remove(place, name)
-
-
-def _drop(place: Place, names: Iterable[str]) -> None:
-    for name in names:
         _remove(place, name)
 
 

@@ -13,7 +13,6 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -33,6 +32,8 @@ from diloco.syncer.times import TIMES
 
 # Archived entries that stay on the bus, for readers that lag.
 KEEP_UNTRIMMED = 10_000
+# Errors that mean that a file was deleted or moved.
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class TapeArchive:
@@ -47,7 +48,7 @@ class TapeArchive:
         trims: Callable[[], bool],
         offload: Offload = asyncio.to_thread,
     ) -> None:
-        """Open the files. `writer` is unique in the folder, even compared with an earlier life of this syncer.
+        """Create the files. `writer` is unique in the folder, even compared with an earlier life of this syncer.
 
         Raises:
             UsageError: the folder cannot be written.
@@ -60,7 +61,8 @@ class TapeArchive:
         self.problem = ""
         """Why the archive lacks entries of the tape, in words; "" if it lacks none."""
         try:
-            self._files = {group: self._opened(group) for group in range(groups)}
+            for group in self._newest:
+                self._create(group)
         except OSError as error:
             raise UsageError(f"--tape-dir: cannot write to {directory}: {error_text(error)}") from error
 
@@ -87,54 +89,34 @@ class TapeArchive:
         Raises:
             OSError: it cannot be written.
         """
-        for group in self._files:
+        for group in self._newest:
             await self._put(group, b"")
         while entries := await self._reader.read():
             await self._append(entries)
 
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-
     def _path(self, group: int) -> Path:
         return self._directory / f"{group}-{self._writer}.msgpack"
 
-    def _opened(self, group: int) -> FileIO:
+    def _create(self, group: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        return FileIO(self._path(group), "ab")
+        self._path(group).open("ab").close()
 
     def _write(self, group: int, data: bytes) -> None:
-        """Append to a group's file.
-
-        Raises:
-            FileNotFoundError: the file was deleted or moved, so nobody could read what would be written.
-        """
-        file = self._files[group]
-        try:
-            there = os.path.samestat(self._path(group).stat(), os.fstat(file.fileno()))
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-                raise
-            there = False
-        if not there:
-            raise FileNotFoundError(file.name)
-        append_whole(file, data)
-
-    def _reopen(self, group: int) -> None:
-        gone, self._files[group] = self._files[group], self._opened(group)
-        with suppress(OSError):
-            gone.close()
+        # Each time by its path, and without creating it: nobody reads what is appended to a file that was moved away.
+        with FileIO(os.open(self._path(group), os.O_WRONLY | os.O_APPEND), "ab") as file:
+            append_whole(file, data)
 
     async def _put(self, group: int, data: bytes) -> bool:
         """Append to a group's file; return False if it was deleted or moved: the tape is then read from its start."""
         try:
             await self._disk.do(self._write, group, data)
-        except FileNotFoundError as error:
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             self._reader.forget(group)
-            await self._disk.do(self._reopen, group)
+            await self._disk.do(self._create, group)
             safe = "everything that the tape still has is archived again"
-            structlog.get_logger().error("tape_archive_gone", file=str(error), safe=safe)
+            structlog.get_logger().error("tape_archive_gone", file=str(self._path(group)), safe=safe)
             return False
         return True
 

@@ -8,6 +8,7 @@ syncer waits for another. The lead writes the manifest.
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 
 import structlog
 
@@ -160,16 +161,12 @@ class Checkpoints:
                 await self._help(fragments)
             await asyncio.sleep(min(TIMES.watch_s, self._lease_s / 3))
         async with holding(self._bus, [0], nonce, self._lease_s):
-            if not await self._is_saved(state):
+            saved = False
+            with suppress(OSError):  # `_save` then reports what is wrong with the place
+                saved = await self._context.offload(is_saved, self._place, state)
+            if not saved:
                 self.in_order = await self._save(fragments, told=True)
         await self._bus.release_lease(0, nonce)
-
-    async def _is_saved(self, state: RunState) -> bool:
-        try:
-            saved: bool = await self._context.offload(is_saved, self._place, state)
-        except OSError:  # the save that follows reports what is wrong with the place
-            return False
-        return saved
 
     # --- one checkpoint ---------------------------------------------------------------------------------
 

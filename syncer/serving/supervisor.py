@@ -123,8 +123,6 @@ class Serving:
             self._in_order = False
         finally:
             await cancel(*background, *owners, *bound)
-            if self._archive:
-                self._archive.close()
             with suppress(BusError):
                 await release_all(self._bus, self.context.nonce, len(self.owners))
                 await self._bus.withdraw_syncer(self.context.nonce)

@@ -176,7 +176,6 @@ async def test_an_archive_has_what_both_servers_had_each_once(
         with pytest.raises(BusError):
             await archive.finish()
     await archive.finish()
-    archive.close()
     assert read_archive(tmp_path) == [merged(0), merged(1), merged(1, "t")]
 
 
