@@ -117,9 +117,7 @@ class Repair:
     async def check(self, head: Head, fragment: FragmentState) -> Head:
         """Check that the payloads that a head names are there, and publish them again if not; return the current head.
 
-        Args:
-            head: as this owner knows it.
-            fragment: at the head's version.
+        `head` is the last one that its owner knows, and `fragment` is at its version.
 
         Raises:
             HeadMoved: the head on the bus is gone or is another one; nothing was changed.
@@ -139,12 +137,8 @@ class Repair:
     async def put_back(self, head: Head, fragment: FragmentState) -> None:
         """Commit a version again whose head is gone, with the same bits, momentum, merged bases and totals.
 
-        With the head the bus lost the pending deltas, and maybe later versions: if a learner has adopted this one or a
-        later one, the tape records that the fragment was rewound.
-
-        Args:
-            head: the last one that its owner knows.
-            fragment: at the head's version.
+        With the head the bus lost the pending deltas, and maybe later versions, so the tape records that the fragment
+        was rewound. For the arguments see `check`.
 
         Raises:
             HeadMoved: there is a head by now; nothing was changed.
@@ -206,11 +200,7 @@ def _adopted(watch: RunWatch, fragment: int) -> int:
 async def say_rewound(context: SyncerContext, at: tuple[int, int, bytes], view: WindowView, was: int) -> None:
     """Record on the tape that a fragment was rewound, if it had at least its current version before.
 
-    Args:
-        context: the owner's.
-        at: fragment, version and digest of the current head.
-        view: the state of the fragment's window.
-        was: the version that the fragment had before, as far as known; -1 if none is known.
+    `at` is fragment, version and digest of the current head; `was` the version before, -1 if none is known.
 
     Raises:
         BusError: see `Bus.write_window`.

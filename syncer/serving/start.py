@@ -302,11 +302,8 @@ class Start:
     async def _put(self, checkpoint: Checkpoint, mode: Callable[[], Awaitable[StartMode]]) -> bool:
         """Put the checkpoint on the bus, or the rest of it if an outage or a restart interrupted this before.
 
-        A spec that a learner has proposed meanwhile is replaced.
-
-        Returns:
-            True if it is done, or no longer needed; False if another syncer holds leases, so that it must be tried
-            again.
+        A spec that a learner has proposed meanwhile is replaced. Returns False if another syncer holds leases, so that
+        it must be tried again.
         """
         if (found := await mode()) is StartMode.JOIN:
             return True
