@@ -323,13 +323,13 @@ async def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
     half_of: str, other_has: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A syncer dies while it resumes. Another one, with none or an older one, leaves the rest to its successor."""
-    restore, half = restoring._restore_fragment, asyncio.Event()
+    push, half = restoring.push_global, asyncio.Event()
 
-    async def restore_half(bus: Any, checkpoint: Any, spec: Any, fragment: Any, *more: Any) -> None:
-        if fragment.id:
+    async def push_half(bus: Any, fragment: int, *more: Any) -> Any:
+        if fragment:
             half.set()
             await asyncio.sleep(1e9)
-        await restore(bus, checkpoint, spec, fragment, *more)
+        return await push(bus, fragment, *more)
 
     world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
     world.start_syncer(checkpoint_dir=tmp_path / "new")
@@ -341,7 +341,7 @@ async def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
     had = saved_tokens(tmp_path / "new")
     assert had > saved_tokens(tmp_path / "old")
 
-    monkeypatch.setattr(restoring, "_restore_fragment", restore_half)
+    monkeypatch.setattr(restoring, "push_global", push_half)
     world.start_syncer(checkpoint_dir=tmp_path / half_of, syncer_id="resumes")
     resumes = world.syncer
     world.start_syncer(syncer_id="other", **({"checkpoint_dir": tmp_path / other_has} if other_has else {}))
@@ -349,7 +349,7 @@ async def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
     party = learners(world, first=40)
     await half.wait()
     await cancelled(resumes)
-    monkeypatch.setattr(restoring, "_restore_fragment", restore)
+    monkeypatch.setattr(restoring, "push_global", push)
     await asyncio.sleep(30.0)
     head, missing = await world.bus.read_heads([0, 1])
     assert head is not None
