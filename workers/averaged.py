@@ -1,16 +1,7 @@
 """Select the buffers of a model that are averaged: what it gathers in training in addition to its parameters.
 
-Examples are BatchNorm's running mean and variance, and the bias of a router. They have no gradient and no optimizer.
-Each learner moves them by its own data, so a merge takes their mean, and the published model contains it.
-
-They are the floating-point buffers in the model's state dict. A buffer that is not persistent is not part of the model
-(a rotary table). Some others also stay a learner's own, because they cannot be averaged or averaging would spoil them:
-
-- counters and other whole numbers;
-- tables with infinities, such as attention masks;
-- buffers that accompany packed numbers: the scales of a quantized weight belong to this learner's codes;
-- buffers that are not on the device of the trained parameters, are not plain dense tensors, or share memory with
-  tensors that travel.
+They are the floating-point buffers in the model's state dict, such as BatchNorm's running mean.
+docs/explanation/formats.md ("Average-only tensors") says how they are merged, and which buffers stay a learner's own.
 """
 
 from collections.abc import Iterable, Iterator

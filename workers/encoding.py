@@ -156,26 +156,12 @@ class _Sent:
 class ErrorFeedback:
     """The residuals of all fragments, and the deltas whose fate is not known yet.
 
-    A delta d of a fragment is sent as q, the code of d + r, where r is the fragment's residual. The residual is always
+    A delta d is sent as q, the code of d + r, where the residual r is the sum of d - q over this incarnation's deltas
+    of the fragment that were *merged*. docs/explanation/formats.md ("Deltas in few bits") says what follows for deltas
+    that are refused or undecided. Merges are learnt from the tape, and after a gap from the head's record of merged
+    bases.
 
-        residual = sum of (d - q) over this incarnation's deltas of the fragment that were *merged*
-
-    so the merged q plus the residual equal the merged d, however many there were: nothing that was trained and merged
-    is lost, it only arrives later. It follows for each delta that was sent with r:
-
-    - Merged: the residual grows by d - q. If it is still r, it becomes d + r - q, which is exactly the encoding error.
-    - Refused, replaced by a later attempt on its base, too stale, or never arrived: the residual stays. The training in
-      such a delta is overwritten and counted so, and its error is lost with it; r waits for the next delta.
-    - Undecided when the next delta is sent (a stale delta may join the next window): both carry r. Each one that is
-      merged adds its own d - q, so if both are merged, r is subtracted once.
-
-    The residual starts at zero with an incarnation, and when heads went back: the merges behind it may not be part of
-    the surviving history. Merges are learnt from the tape, and after a gap from the head's record of merged bases. A
-    merge that neither of them shows (two commits within one gap), or that is seen only after two more deltas were sent,
-    loses its error, once.
-
-    Memory: a float32 copy of the model, and one of the fragment for each undecided delta, `MAX_SENT` at most. Only one
-    thread calls it. It never writes again to an array that it returned.
+    Only one thread calls it. It never writes again to an array that it returned.
     """
 
     def __init__(self, learner: str, incarnation: str, add: Callable[[Any, Any, Any], Any] = grown) -> None:

@@ -1,11 +1,7 @@
 """Convert between the state of torch optimizers and `Moments`: classify by shape, copy between steps, restore.
 
-A state that is a floating-point tensor with its parameter's shape is a moment. A single element is a number (Adam's
-`step`). Other tensors are kept in checkpoints only. What an optimizer keeps is found out before its first step, by
-stepping a twin with parameters of its own, for each of its groups: Muon with AdamW, in one optimizer or two, keeps
-other things for matrices than for vectors. Some optimizers keep the state of a whole group, stacked, with its first
-parameter; that is kept in checkpoints only. Each copy compares the real state with the twin's, since it may depend on a
-tensor's size.
+docs/explanation/recovery.md ("What an optimizer keeps") says what is a moment or a number, and how steps of a twin show
+it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,17 +1,8 @@
 """Recover a learner: the run's heads, then moments from its own checkpoint, from a peer, or fresh ones.
 
-Moments of more than `MAX_OFFERED_BYTES` are not requested from peers.
-
-If an optimizer has moments already (for example because a trainer has loaded its own checkpoint), it keeps them, unless
-the state folder has a usable checkpoint (this is for `recover="auto"`).
-
-Parameters always come from the heads. At the very start of a run (every head at version 0) there is nothing to recover,
-and no peer is asked. All of this is part of joining, and runs in the exchange thread. The training thread restores what
-was found, and keeps it from then on (`keeper`).
-
-A checkpoint restores: moments, step counters, and the random states of torch's CPU generator and of Python (so that a
-loop that draws its data from them does not read its first batches again). It does not restore the data position: the
-run's work queue gives the rest of a lost shard to the first learner that asks, and it must be read once, not twice.
+docs/explanation/recovery.md ("A learner comes back") gives the order of the sources and what a checkpoint restores.
+All of this is part of joining, and runs in the exchange thread. The training thread restores what was found, and keeps
+it from then on (`keeper`).
 """
 
 import asyncio

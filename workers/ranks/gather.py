@@ -4,11 +4,8 @@ The server of a fragment gathers the pieces of a snapshot, then encodes and uplo
 and hands each rank its pieces. Rank 0 says when (`rank_carrier.RanksCarrier`). All of this belongs to the exchange
 thread, except `pulled`, which the training thread reads.
 
-`Samples` and `Replicas` check that ranks which hold the same parameters train them alike: a loop may forget to average
-its gradients. Nothing else would reveal it: each fragment is published by one of the replicas, so what is published
-would be a mixture of several models. After certain steps each rank copies a few rows of the tensors that all ranks hold
-whole, and rank 0 compares them during training. With averaged gradients replicas agree to the last bit, or nearly;
-without, they differ by about the length of a step. Shards are not compared, since `fully_shard` does the averaging.
+`Samples` and `Replicas` compare rows of the tensors that all ranks hold whole, since a loop may forget to average its
+gradients (docs/explanation/ranks.md, "Replicas that drift apart").
 """
 
 import asyncio

@@ -4,13 +4,8 @@
                                 others save only a `RANDOM_FILE` with their random states
     <folder>/                   the state of a learner that is one process
 
-What is read is the complete set of files that has gone furthest. If other ranks saved it, each rank assembles what it
-holds now from all files of the set.
-
-Ranks save by their own clocks, and a rank that is killed may have saved once less. So the files of a set may come from
-different steps, as the fragments within one file do, which are copied one per step. This is harmless: moments belong to
-single elements or tensors, and moments that are a few steps old still serve. Only the number of steps must agree, for
-instance for learning-rate ramps: all ranks take the lowest number in the set.
+What is read is the complete set of files that has gone furthest; docs/explanation/ranks.md ("Moments") says why its
+files may come from different steps.
 """
 
 import random

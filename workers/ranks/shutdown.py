@@ -1,15 +1,9 @@
 """How the ranks of a learner end: together, when a signal arrives inside torch, and while gloo's threads still run.
 
-`ExitBarrier`: a rank that leaves its loop announces the step after which it left. If the others train on, they wait
-inside torch for its gradients, forever, so they cannot follow. After `LEAVE_TOGETHER_S` all ranks therefore end with
-an error that names the ranks that left and their steps.
-
-`RankStopping` ends a rank that is asked to end while its main thread is inside torch, where Python's signal handlers do
-not run. In a collective that another rank never joins, a thread waits for up to an hour, and Python runs handlers only
-between two bytecode instructions. So a second thread reads which signals arrive (`signal.set_wakeup_fd`) and checks
-whether the main thread still returns to Python. For this it sends the main thread SIGURG, which nothing else uses; the
-handler of SIGURG records the time. SIGKILL, which torchrun, Slurm and Kubernetes send 30 s after SIGTERM, would end the
-rank too, but would not say where it waits, tell the other ranks, or wait for moments that are being saved.
+`ExitBarrier` ends all ranks with an error if only some leave their loops. `RankStopping` ends a rank whose main thread
+is inside torch, where Python's signal handlers do not run. A second thread reads which signals arrive
+(`signal.set_wakeup_fd`). It checks whether the main thread still returns to Python by sending it SIGURG, which nothing
+else uses and whose handler records the time.
 
 | signal                                      | the main thread               | what happens                           |
 |---------------------------------------------|-------------------------------|----------------------------------------|
@@ -21,11 +15,8 @@ rank too, but would not say where it waits, tell the other ranks, or wait for mo
 
 Nothing is watched in a program whose main thread already has a wakeup descriptor (asyncio's `add_signal_handler`).
 
-`wait_for_gloo_threads` makes Python's exit wait for gloo's threads: one that needs the GIL while Python shuts down
-aborts the process. Such a thread reports that an all-reduce is complete and releases its tensor afterwards, for which
-it needs the GIL. On a busy machine Python may shut down in between. Destroying the process groups does not end the
-threads of a group that something still refers to, as a sharded model does (pytorch/pytorch#190489,
-pytorch/pytorch#38228), so destroying the learner's own group is not enough.
+docs/explanation/ranks.md gives the reasons ("When a rank dies"), and says why Python's exit waits for gloo's threads
+(`wait_for_gloo_threads`, "The end of Python").
 """
 
 import asyncio

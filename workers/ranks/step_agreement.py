@@ -1,15 +1,8 @@
 """The integers that a learner's ranks sum at each step, so that all do the same thing at the same step. Pure.
 
-At each step every rank contributes a few integers to an all-reduce (a sum), which runs concurrently with training. At
-the end of the next step all ranks have read the same result. Adoptions are decided by rank 0: it puts them into the
-sum, and every rank adopts when it has read it. Snapshots are not decided this way: rank 0's exchange tells all ranks
-during training which snapshots it wants. A rank that has heard the request takes a snapshot at its next step and
-reports it in that step's sum. Once all ranks have taken one at the same step, it counts; snapshots that a rank took too
-early are discarded and taken again a step later. A snapshot therefore shows the step that was in progress when it was
-requested.
-
-A sum that reports snapshots is read in the exchange thread as soon as it is complete: it also holds the number of
-tokens of that very step.
+docs/explanation/ranks.md ("The same step") says what is summed, and how adoptions and snapshots are agreed. A sum that
+reports snapshots is read in the exchange thread as soon as it is complete: it also holds the number of tokens of that
+very step.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

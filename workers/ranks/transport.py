@@ -1,17 +1,13 @@
 """Requests between the exchange threads of a learner's ranks, over TCP: each rank is connected to each other.
 
-torch.distributed cannot carry them: a gloo receive from any rank, or a pop from a TCPStore's queue, continues waiting
-when the sender is killed, and a gloo receive from one rank cannot be broken off (`abort` has no effect on it), so its
-thread would outlive the learner. A socket reports a killed process at once, because the kernel closes its connections,
-and an unreachable machine after `SILENT_S`.
+docs/explanation/ranks.md says why torch.distributed cannot carry them ("Their links").
 
 The connections are made while the ranks meet (`call_lower_ranks`, `accept_calls`). A message has a head (msgpack: the
 number and the kind of request) and may carry a vector. Each request gets one answer. A rank begins to work on another
 rank's requests in the order in which they were sent.
 
 A rank that is gone breaks this rank's learner: `watch` raises. Whoever finds out tells all others the reason before its
-own connections close; otherwise they would take it for the cause. Those in turn tell all others, so that each knows
-which ranks are left. The lowest of these reports to the run, on the bus.
+own connections close, and the lowest rank that is left reports it on the bus ("When a rank dies").
 """
 
 import asyncio
