@@ -1,7 +1,7 @@
 """The parts of a learner that do not depend on its framework: it joins, counts steps, reads data, and leaves.
 
 A framework's own learner subclasses this for the sake of its public methods. All that differs stands behind two
-protocols: it describes its model to the run (`spec_proposal.Proposed`), and copies fragments out of it and into it
+protocols: it describes its model to the run (`proposed.Proposed`), and copies fragments out of it and into it
 (`training.Parameters`).
 
 Joining and leaving happen once each, despite threads, signals and forks:
@@ -37,10 +37,11 @@ from diloco.workers.exchange.newest import Float32, read_newest
 from diloco.workers.exchange.redis_access import in_own_loop
 from diloco.workers.joined import LearnerThread
 from diloco.workers.moments.recovery import Source
+from diloco.workers.proposed import Proposed
 from diloco.workers.ranks.rank_learner import Joined, RankThread
 from diloco.workers.schedule import FRESH_MOMENTS_STEPS
 from diloco.workers.shard_reader import begin_batches, begin_blocks
-from diloco.workers.spec_proposal import Proposed, proposal
+from diloco.workers.spec_proposal import proposal
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
 
@@ -258,8 +259,11 @@ class BaseLearner:
         """Return the exchange thread of what will join, not started; a framework's learner implements it."""
         raise NotImplementedError
 
-    def _proposed(self) -> Proposed:
-        """Return the model, described for the proposal of a run; a framework's learner implements it."""
+    def _proposed(self, held: Spec | None = None) -> Proposed:
+        """Return the model, described for the proposal of a run; a framework's learner implements it.
+
+        held: the run's spec; None: it has none. The order of its tensors applies to leaves of a pytree.
+        """
         raise NotImplementedError
 
     def _proposal(self) -> Spec:
@@ -270,7 +274,7 @@ class BaseLearner:
             beginning = redis_access.wait_for_spec(
                 partial(redis_access.read_first_spec_settings, url, run), self.id, go_on
             )
-        return proposal(self._proposed(), self._given, held, beginning)
+        return proposal(self._proposed(held), self._given, held, beginning)
 
     def _go_on_joining(self) -> None:
         """Raise Stopped if a signal came, and UsageError if another thread has closed the learner already."""

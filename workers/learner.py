@@ -25,12 +25,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, layout_of
-from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import LEAVE_S, STATE_S, EncodeOn, SyncSettings
 from diloco.workers.attached import Attached, alone, asking, asking_loss, unwrapped, warn_replaced, warn_unkept
 from diloco.workers.base_learner import BaseLearner
 from diloco.workers.checks.arguments import check_arguments, one_loss, together, whole_tokens
-from diloco.workers.checks.frozen_digests import check_frozen, frozen_digests
+from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_adoptions, check_model
 from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.device_encoding import OnDevice
@@ -41,8 +41,9 @@ from diloco.workers.moments.optimizer_state import Optimizers
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.names import state_with
-from diloco.workers.parameters import Adopted, FragmentParameters, fitting_fragments, tensor_table, trained_tensors
+from diloco.workers.parameters import Adopted, FragmentParameters, described
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
+from diloco.workers.proposed import Proposed
 from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.rank_learner import RankThread
@@ -52,31 +53,6 @@ from diloco.workers.rounds import Rounds
 from diloco.workers.spec_proposal import fitting
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
-
-
-class TorchModel:
-    """A torch module, described for the proposal of a run (`Proposed`)."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """model: already checked by `model_checks`."""
-        self._model = model
-
-    @property
-    def trained(self) -> int:
-        """The number of trained tensors (`Proposed.trained`)."""
-        return len(trained_tensors(self._model))
-
-    def fitting_fragments(self, wanted: int) -> int:
-        """Return the number of fragments if nobody asked for a number (`Proposed.fitting_fragments`)."""
-        return fitting_fragments(self._model, wanted)
-
-    def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
-        """Return the table of tensors for the spec (`Proposed.tensor_table`); `held` makes no difference here."""
-        return tensor_table(self._model, sync)
-
-    def frozen(self) -> tuple[tuple[str, bytes], ...]:
-        """Return a digest of every frozen parameter (`Proposed.frozen`)."""
-        return frozen_digests(self._model)
 
 
 class Learner(BaseLearner):
@@ -173,7 +149,8 @@ class Learner(BaseLearner):
                 "memory: set encode_on='cpu'"
             )
         if given.sync is not None:
-            tensor_table(model, fitting(given.sync, TorchModel(model)))
+            proposed = self._proposed()
+            proposed.tensor_table(fitting(given.sync, proposed))
         self._inner = [] if optimizer is None else unwrapped(model, optimizer or [optimizer])
         if not (adopted is None or callable(adopted)):
             raise UsageError("adopted=...: pass a function that takes a parameter and its previous values")
@@ -347,8 +324,8 @@ class Learner(BaseLearner):
         if self._adopted is None:
             check_adoptions(self.model, optimizers)
 
-    def _proposed(self) -> TorchModel:
-        return TorchModel(self.model)
+    def _proposed(self, held: Spec | None = None) -> Proposed:
+        return described(self.model)
 
     def _training(self, spec: Spec, own: Layout, make_folder: Callable[[Path, Layout], StateFolder]) -> Training:
         """own: layout of the part that this process holds: everything, unless it is one of several ranks."""

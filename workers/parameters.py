@@ -6,7 +6,8 @@ work; on a CPU they take one memory copy. `Snapshot.numpy` is for the exchange t
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,33 +16,29 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import Layout, Slot, balance, fragments_of, level, merge_rule
+from diloco.pipeline.fragments import Layout, Slot
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
-from diloco.pipeline.settings import SyncSettings, check_outer
+from diloco.pipeline.settings import SyncSettings
 from diloco.workers.averaged import average_rule, averaged_buffers
+from diloco.workers.checks.frozen_digests import frozen_digests
 from diloco.workers.copies.snapshots import Snapshot, snapshot_of
 from diloco.workers.names import named_buffers, named_parameters
+from diloco.workers.proposed import Dtype, Proposed, Trained
 
 # Bytes of a float32.
 ITEM = 4
 
 Adopted = Callable[[Any, torch.Tensor], object]  # called with an overwritten parameter and its previous values
 
-_DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "float16", "float64"]] = {
+_DTYPES: dict[torch.dtype, Dtype] = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float64: "float64",
 }
-
-
-def _embeddings(model: nn.Module) -> dict[str, bool]:
-    """Return for every trained tensor's name whether it is the weight of an embedding module."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    return {name: id(tensor) in embeddings for name, tensor in named_parameters(model) if tensor.requires_grad}
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -80,90 +77,40 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return trained
 
 
-def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
-    """Return the spec's table of tensors: trained ones in `named_parameters` order, then averaged buffers.
-
-    A tensor that does not fit into one fragment is listed in parts (`fragments.level`); so is an untied output head.
-
-    Raises:
-        UsageError: see `whole_tensors`.
-    """
-    return level(whole_tensors(model, sync), _heads(model))
-
-
-def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
-    """Return the same table with every tensor in one fragment.
-
-    With an orthogonalised outer step it marks the tensors that are treated as matrices: those of two dimensions with
-    several rows and columns, except embeddings, in which each row is a vector of its own.
-
-    Raises:
-        UsageError: see `trained_tensors`; or there are fewer tensors than fragments, or nothing to orthogonalise.
-    """
-    orthogonal = sync.outer == "halley"
-    check_outer(sync)
-    trained = trained_tensors(model)
-    embeddings = _embeddings(model)
-    averaged = averaged_buffers(model, map(local_of, trained.values()))
-    sizes = ((name, tensor.numel()) for name, tensor in trained.items())
-    fragment = balance(sizes, sync.fragments, averaged)
-    parameters = tuple(
-        TensorSpec(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=_DTYPES[tensor.dtype],
-            rule=merge_rule(sync.merge, embeddings[name], tensor.dim()),
-            fragment=fragment[name],
-            matrix=orthogonal and _is_matrix(tensor) and not embeddings[name],
-        )
-        for name, tensor in trained.items()
-    )
-    buffers = tuple(
-        TensorSpec(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=_DTYPES[tensor.dtype],
-            rule=average_rule(buffer),
-            fragment=fragment[name],
-        )
-        for name, buffer in averaged.items()
-        if (tensor := buffer.tensor) is not None
-    )
-    return parameters + buffers
-
-
-def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
-    """Return the trained matrices other than embeddings and output heads, whose rows or columns stand for tokens."""
-    embeddings, heads = _embeddings(model), _heads(model)
-    trained = trained_tensors(model).items()
-    return [tensor for name, tensor in trained if _is_matrix(tensor) and not embeddings[name] and name not in heads]
-
-
-def _is_matrix(tensor: torch.Tensor) -> bool:
-    """Return whether it has several rows and several columns; a single one leaves nothing to orthogonalise."""
-    return tensor.dim() == 2 and min(tensor.shape) > 1
-
-
-def _heads(model: nn.Module) -> frozenset[str]:
-    """Return the names of the output heads: trained tensors with the shape of the largest embedding.
-
-    Nothing else in a model has that shape.
-    """
-    shapes = [module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    if not shapes:
-        return frozenset()
-    largest = max(shapes, key=lambda shape: shape.numel())
-    return frozenset(name for name, tensor in trained_tensors(model).items() if tensor.shape == largest)
-
-
-def fitting_fragments(model: nn.Module, wanted: int) -> int:
-    """Return the number of fragments for a model if nobody asked for a number (`fragments_of`).
+def described(model: nn.Module) -> Proposed:
+    """Return what a run must know of a model: trained tensors in `named_parameters` order, and averaged buffers.
 
     Raises:
         UsageError: see `trained_tensors`.
     """
     trained = trained_tensors(model)
-    return fragments_of(wanted, len(trained), len(averaged_buffers(model, map(local_of, trained.values()))))
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    of_embeddings = {id(tensor) for tensor in embeddings}
+    averaged = averaged_buffers(model, map(local_of, trained.values()))
+    return Proposed(
+        trained=[
+            Trained(name, tuple(tensor.shape), _DTYPES[tensor.dtype], id(tensor) in of_embeddings)
+            for name, tensor in trained.items()
+        ],
+        averaged=[
+            TensorSpec(
+                name=name, shape=tuple(now.shape), dtype=_DTYPES[now.dtype], rule=average_rule(buffer), fragment=0
+            )
+            for name, buffer in averaged.items()
+            if (now := buffer.tensor) is not None
+        ],
+        embeddings=[tuple(tensor.shape) for tensor in embeddings],
+        frozen=partial(frozen_digests, model),
+    )
+
+
+def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
+    """Return a model's table of tensors for the spec (`Proposed.tensor_table`).
+
+    Raises:
+        UsageError: see `trained_tensors` and `Proposed.whole_tensors`.
+    """
+    return described(model).tensor_table(sync)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,60 +1,22 @@
 """Make the spec that a learner proposes, from its model and settings."""
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import structlog
 from pydantic import ValidationError
 
 from diloco.pipeline.agreement import WAITING_SYNCER, agree
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
+from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.settings import SyncSettings, load
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.pipeline.wrong_values import format_problem
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.exchange.redis_access import FirstSpecSettings
-
-
-class Proposed(Protocol):
-    """A model as a run sees it, whatever it is made of."""
-
-    @property
-    def trained(self) -> int:
-        """The number of its trained tensors.
-
-        Raises:
-            UsageError: one is of a kind that cannot travel.
-        """
-
-    def fitting_fragments(self, wanted: int) -> int:
-        """Return the number of fragments if nobody asked for a number (`fragments_of`).
-
-        Raises:
-            UsageError: see `trained`.
-        """
-
-    def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
-        """Return its tensors as the spec lists them. held: the run's table, if there is one.
-
-        Raises:
-            UsageError: see `trained`; or there are fewer tensors than fragments, or nothing to orthogonalise.
-        """
-
-    def frozen(self) -> tuple[tuple[str, bytes], ...]:
-        """Return (name, xxh3-128) of every frozen parameter.
-
-        Raises:
-            UsageError: one cannot be read.
-        """
+from diloco.workers.proposed import Proposed
 
 
 def fitting(sync: SyncSettings, model: Proposed) -> SyncSettings:
     """Return the settings as their method has them, with no more fragments than the model can fill, unless somebody
     asked for a number.
-
-    Raises:
-        UsageError: see `Proposed.trained`.
     """
     # `proposal` asks for a quorum if the method needs one: until then a waiting syncer may know it.
     sync = sync.with_method(sync.quorum)
@@ -102,8 +64,7 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Fi
         sync, trainer = held.sync.model_copy(update={"fragments": fragments} | budget), trainer or held.trainer
     frozen = model.frozen() if given.same_frozen else None
     try:
-        tensors = model.tensor_table(sync, () if held is None else held.tensors)
-        return Spec(sync=sync, tensors=tensors, trainer=dict(trainer), frozen=frozen)
+        return Spec(sync=sync, tensors=model.tensor_table(sync), trainer=dict(trainer), frozen=frozen)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"])) or "the run's spec"
@@ -127,8 +88,8 @@ def _own(usual: SyncSettings, model: Proposed, cluster: bool) -> SyncSpec:
     """Return the spec settings that this learner would use on its own, and log those left to their defaults."""
     log, fitted = structlog.get_logger(), fitting(usual, model)
     if fitted.fragments < usual.fragments:
-        buffers = ", except the one that holds the buffers" * (fitted.fragments > model.trained)
-        detail = f"the model has {model.trained} trained tensors, and each fragment needs at least one{buffers}"
+        buffers = ", except the one that holds the buffers" * (fitted.fragments > len(model.trained))
+        detail = f"the model has {len(model.trained)} trained tensors, and each fragment needs at least one{buffers}"
         log.info("fragments_reduced", fragments=fitted.fragments, detail=detail)
     if "tokens" not in usual.model_fields_set:
         detail = f"the run's budget was not set, so it ends at the default of {usual.tokens} trained tokens"

@@ -40,7 +40,7 @@ class TensorSpec(Message):
     rule: MergeRule
     fragment: FragmentId
     matrix: bool = False
-    """True if an outer step may orthogonalise it (`workers.parameters.tensor_table`)."""
+    """True if an outer step may orthogonalise it (`workers.proposed.Trained.matrix`)."""
     rows: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(le=2**40)]] | None = None
     """[first, last) of the whole tensor's first dimension; None: the whole tensor (`pipeline.fragments.level`)."""
 

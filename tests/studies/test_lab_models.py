@@ -1,13 +1,15 @@
-"""The lab's further models: the mixture of experts and the small ViT."""
+"""The lab's further models, the mixture of experts and the small ViT, and its further optimizer."""
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer.models.sizes import SIZES, Size
+from diloco_studies.quality.inner import inner_optimizers
 from diloco_studies.quality.models import vit
 from diloco_studies.quality.models.moe import Mixture, MixtureGPT, build_mixture
 from diloco_studies.quality.models.vit import Images, build_vit
@@ -131,3 +133,16 @@ def test_a_loss_is_said_a_byte_of_text_and_a_token_of_tokens(tmp_path):
     tokens, text = (open_task(run, torch.device("cpu")) for run in runs)
     assert (text.measure, tokens.measure) == ("held-out loss (nats a byte)", "held-out loss (nats a token)")
     assert tokens.build()(torch.tensor([[999]])).shape == (1, 1, 1024)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_is_for_hidden_matrices(tied: bool) -> None:
+    """Embedding, output head and vectors have AdamW, and a column or a row of its own is no matrix."""
+    layers: list[nn.Module] = [nn.Embedding(50, 8), nn.Linear(8, 4), nn.Linear(4, 1), nn.Linear(1, 8)]
+    layers += [nn.Linear(8, 50, bias=False)]
+    if tied:
+        layers[-1].weight = layers[0].weight
+    muon, adamw = inner_optimizers(nn.Sequential(*layers), LabRun(optimizer="muon"))
+    shapes = [sorted(tuple(p.shape) for g in one.param_groups for p in g["params"]) for one in (muon, adamw)]
+    assert isinstance(muon, torch.optim.Muon)
+    assert shapes == [[(4, 8)], sorted([(50, 8)] * (1 if tied else 2) + [(4,), (1, 4), (1,), (8, 1), (8,)])]

@@ -30,7 +30,6 @@ from diloco.pipeline.fragments import layout_of  # noqa: E402
 from diloco.pipeline.settings import SyncSettings  # noqa: E402
 from diloco.workers.parameters import FragmentParameters, tensor_table  # noqa: E402
 from diloco.workers.pytree.leaves import PytreeParameters  # noqa: E402
-from diloco.workers.pytree.table import PytreeModel  # noqa: E402
 from diloco.workers.pytree.tree import Names, Tree  # noqa: E402
 from tests import HANGING_S  # noqa: E402
 from tests.system import test_example  # noqa: E402
@@ -105,9 +104,9 @@ def test_a_mapped_pytree_is_the_table_that_torch_has(merge, outer):
     """Names, order, shapes, fragments, rules, which are matrices, and what lies in parts."""
     model = Language(torch.bfloat16)
     sync = SyncSettings(fragments=3, merge=merge, outer=outer)
-    proposed = PytreeModel(Tree(language_params(model, "bfloat16"), LANGUAGE_NAMES))
+    tree = Tree(language_params(model, "bfloat16"), LANGUAGE_NAMES)
     table = tensor_table(model, sync)
-    assert proposed.tensor_table(sync) == table
+    assert tree.described().tensor_table(sync) == table
     assert any(tensor.rows for tensor in table)
 
 
@@ -115,9 +114,9 @@ def test_a_pytree_follows_the_order_of_a_run_that_is_there():
     """So a table need not be in the order of torch's modules."""
     model, sync = Language(torch.float32), SyncSettings(fragments=3)
     turned = dict(reversed(LANGUAGE_NAMES.items()))
-    proposed, held = PytreeModel(Tree(language_params(model, "float32"), turned)), tensor_table(model, sync)
-    assert proposed.tensor_table(sync) != held
-    assert proposed.tensor_table(sync, held) == held
+    tree, held = Tree(language_params(model, "float32"), turned), tensor_table(model, sync)
+    assert tree.described().tensor_table(sync) != held
+    assert tree.described(held).tensor_table(sync) == held
 
 
 def both(dtype: str) -> tuple[FragmentParameters, PytreeParameters, int]:
@@ -167,7 +166,7 @@ def test_a_snapshot_outlives_arrays_that_are_donated():
     params = jax_params()
     expected = np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(params)])
     tree = Tree(params)
-    layout = layout_of(PytreeModel(tree).tensor_table(SyncSettings(fragments=1)))
+    layout = layout_of(tree.described().tensor_table(SyncSettings(fragments=1)))
     fragments = PytreeParameters(tree, layout, tree.flatten(params))
     taken = fragments.snapshot(0)
     SGD_STEP(params, SGD.init(params), *batches(0, 0)())
@@ -181,7 +180,7 @@ def test_what_a_step_was_compiled_for_stays_after_an_adoption():
     device = jax.devices()[0]
     params = {"loose": jnp.ones(4), "pinned": jax.device_put(jnp.ones(4), device)}
     tree = Tree(params)
-    layout = layout_of(PytreeModel(tree).tensor_table(SyncSettings(fragments=1)))
+    layout = layout_of(tree.described().tensor_table(SyncSettings(fragments=1)))
     fragments = PytreeParameters(tree, layout, tree.flatten(params))
     step = jax.jit(lambda params: jax.tree.map(lambda leaf: 2 * leaf, params))
     step(params)
@@ -196,7 +195,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as Spec
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.pytree.leaves import PytreeParameters
-from diloco.workers.pytree.table import PytreeModel
 from diloco.workers.pytree.tree import Tree
 
 def laid(shape, *how):
@@ -204,7 +202,7 @@ def laid(shape, *how):
 
 params = {"embedding": laid((96, 8), "d"), "body": laid((8, 12), None, "d"), "bias": laid(12)}
 tree = Tree(params)
-layout = layout_of(PytreeModel(tree).tensor_table(SyncSettings(fragments=3)))
+layout = layout_of(tree.described().tensor_table(SyncSettings(fragments=3)))
 assert any(slot.tensor.rows for fragment in layout.fragments for slot in fragment.slots)
 fragments = PytreeParameters(tree, layout, tree.flatten(params))
 for p, fragment in enumerate(layout.fragments):

@@ -11,7 +11,8 @@ from torch import nn
 
 from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, load
-from diloco.workers.learner import Learner, TorchModel
+from diloco.workers.learner import Learner
+from diloco.workers.parameters import described
 from diloco.workers.spec_proposal import fitting
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import reports, until
@@ -33,12 +34,12 @@ def learner_of(url: str, run: str, **more: Any) -> Learner:
 def test_a_number_of_fragments_that_nobody_asked_for_fits_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """By flag, variable or argument it was asked for, and stays."""
     wide = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
-    assert fitting(SyncSettings(), TorchModel(small())).fragments == 3
-    assert fitting(load(LearnerProcess, {"quorum": 2}), TorchModel(small())).fragments == 3
-    assert fitting(SyncSettings(), TorchModel(wide)).fragments == 8
-    assert fitting(SyncSettings(fragments=8), TorchModel(small())).fragments == 8
+    assert fitting(SyncSettings(), described(small())).fragments == 3
+    assert fitting(load(LearnerProcess, {"quorum": 2}), described(small())).fragments == 3
+    assert fitting(SyncSettings(), described(wide)).fragments == 8
+    assert fitting(SyncSettings(fragments=8), described(small())).fragments == 8
     monkeypatch.setenv("DILOCO_FRAGMENTS", "5")
-    assert fitting(load(SyncSettings), TorchModel(small())).fragments == 5
+    assert fitting(load(SyncSettings), described(small())).fragments == 5
 
 
 @pytest.mark.redis

@@ -11,7 +11,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.payload import buffers
 from diloco.pipeline.settings import SyncSettings
-from diloco.workers.parameters import FragmentParameters, tensor_table, whole_tensors
+from diloco.workers.parameters import FragmentParameters, described, tensor_table
 
 
 class Net(nn.Module):
@@ -44,7 +44,7 @@ def test_the_table_lists_each_trained_tensor_once_with_its_rule(merge: Any, vect
 
 def test_a_tied_head_is_its_embedding() -> None:
     """A tied tensor is listed once and merges by mean."""
-    table = whole_tensors(Net(tied=True), SyncSettings(fragments=2))
+    table = described(Net(tied=True)).whole_tensors(SyncSettings(fragments=2))
     assert [(t.name, t.rule) for t in table if t.elements == 28] == [("table.weight", "mean")]
 
 

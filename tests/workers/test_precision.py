@@ -124,7 +124,7 @@ def test_the_loss_falls_as_it_does_in_fp32() -> None:
     for precision in ("fp32", "bf16"):
         model = GPT(SMALL, 256, 0)
         forward = training_forward(model, CPU, load(LearnerSettings, {"precision": precision}))
-        optimizers, given = make_optimizers(model, 1e-2, 0.0), batches(2)
+        optimizers, given = make_optimizers(model.parameters(), 1e-2, 0.0), batches(2)
         for number in range(60):
             loss = add_gradients(forward, [given[number % 2]], 1)
             update(model, optimizers, 1e-2, 1.0)
@@ -215,7 +215,10 @@ def test_on_cuda_a_bf16_copy_computes_and_fp32_masters_learn(again: bool) -> Non
     """The loss falls; parameters, gradients and moments are fp32, on the device."""
     model = GPT(SMALL, 256, 0).cuda()
     told = load(LearnerSettings, {"precision": "bf16", "checkpoint_activations": again})
-    forward, optimizers = training_forward(model, torch.device("cuda"), told), make_optimizers(model, 1e-2, 0.0)
+    forward, optimizers = (
+        training_forward(model, torch.device("cuda"), told),
+        make_optimizers(model.parameters(), 1e-2, 0.0),
+    )
     (batch,), losses = batches(1), []
     for _ in range(40):
         losses.append(add_gradients(forward, [batch.cuda()], 1).item())

@@ -20,6 +20,7 @@ import structlog
 
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import LEAVE_S, SyncSettings
 from diloco.workers.base_learner import BaseLearner
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
@@ -29,8 +30,8 @@ from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.local_state import OwnMoments, RecoveryOptions
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
+from diloco.workers.proposed import Proposed
 from diloco.workers.pytree.leaves import PytreeParameters
-from diloco.workers.pytree.table import PytreeModel
 from diloco.workers.pytree.tree import Names, Tree
 from diloco.workers.rounds import Rounds
 from diloco.workers.spec_proposal import fitting
@@ -88,7 +89,8 @@ class Learner(BaseLearner):
         self._smallest = min(self._tree.leaves, key=lambda leaf: leaf.elements).at
         super().__init__(given, Stopping())
         if given.sync is not None:
-            self._proposed().tensor_table(fitting(given.sync, self._proposed()))
+            proposed = self._proposed()
+            proposed.tensor_table(fitting(given.sync, proposed))
         self._params, self._moments_kept = params, moments_kept
         self._parameters: PytreeParameters | None = None  # those of the joined run
         self._taken = False  # the loop has read the run's parameters
@@ -182,8 +184,8 @@ class Learner(BaseLearner):
         self._params = None  # frees the memory of the initial parameters
         return self
 
-    def _proposed(self) -> PytreeModel:
-        return PytreeModel(self._tree)
+    def _proposed(self, held: Spec | None = None) -> Proposed:
+        return self._tree.described(() if held is None else held.tensors)
 
     def _prepare(self) -> LearnerThread:
         leaves = arrays(self._tree.flatten(self._params))

@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS
+from diloco.workers.proposed import Proposed, Trained
 
 # Types that leaves may have; specs use the same names.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -97,6 +99,15 @@ class Tree:
         # The synchronised leaves: those in `names` in its order, then the others in the pytree's order.
         self.leaves = sorted(found, key=lambda leaf: place.get(leaf.path, len(place)))
         _check_leaves(self.leaves)
+
+    def described(self, held: Iterable[TensorSpec] = ()) -> Proposed:
+        """Return what a run must know of the leaves. held: the run's table, whose order they then have."""
+        place = {name: at for at, name in enumerate(dict.fromkeys(tensor.name for tensor in held))}
+        leaves = sorted(self.leaves, key=lambda leaf: place.get(leaf.name, len(place)))
+        return Proposed(
+            trained=[Trained(leaf.name, leaf.run_shape, leaf.dtype.name, leaf.embedding) for leaf in leaves],
+            embeddings=[leaf.run_shape for leaf in self.leaves if leaf.embedding],
+        )
 
     def flatten(self, params: Any) -> list[Any]:
         """Return the leaves of a pytree, which must still have the same form.

@@ -27,7 +27,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.settings import RankProcess
-from diloco.workers.parameters import whole_tensors
+from diloco.workers.parameters import described
 from diloco.workers.schedule import learning_rate
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokenized import open_for
@@ -192,7 +192,7 @@ def parts_of(settings: RankProcess) -> Parts:
         blocks=Blocks(text.train, settings.seq_len, settings.seed),
         model=model,
         forward=training_forward(model, device, settings),
-        optimizers=make_optimizers(model, settings.lr, settings.weight_decay),
+        optimizers=make_optimizers(model.parameters(), settings.lr, settings.weight_decay),
         validation=Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens),
     )
 
@@ -217,7 +217,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     spec = {
         "format": 1,
         "sync": settings.sync_spec().model_dump(),
-        "tensors": [tensor.model_dump() for tensor in whole_tensors(model, settings)],
+        "tensors": [tensor.model_dump() for tensor in described(model).whole_tensors(settings)],
         "trainer": agreed,
     }
     order = block_order(blocks.count, rank, learners)

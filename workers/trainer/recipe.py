@@ -4,7 +4,6 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.signals import AGAIN_STATUS, end_signals, exit_at_once, two_phases
 from diloco.pipeline.settings import TrainerSettings
-from diloco.workers.parameters import hidden_matrices
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokens import BYTES, TextData, Tokens
 from diloco.workers.trainer.models.hf_config import HfModel
@@ -103,27 +101,15 @@ def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
         )
 
 
-def make_optimizers(
-    model: nn.Module, lr: float, weight_decay: float, of_hidden: Literal["muon"] | None = None
-) -> list[torch.optim.Optimizer]:
-    """Make a fused AdamW that decays only parameters with two or more dimensions.
-
-    of_hidden: another optimizer for hidden matrices. Muon's steps are scaled to the length of AdamW's (Liu et al., Muon
-    is scalable for LLM training, 2025), so both take one learning rate.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizers: list[torch.optim.Optimizer] = []
-    if of_hidden is not None and (hidden := hidden_matrices(model)):
-        optimizers.append(torch.optim.Muon(hidden, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
-        taken = {id(p) for p in hidden}
-        parameters = [p for p in parameters if id(p) not in taken]
+def make_optimizers(parameters: Iterable[torch.Tensor], lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
+    """Make a fused AdamW that decays only parameters with two or more dimensions; none if all are frozen."""
+    trained = [p for p in parameters if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    if groups := [group for group in groups if group["params"]]:
-        optimizers.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True))
-    return optimizers
+    groups = [group for group in groups if group["params"]]
+    return [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)] if groups else []
 
 
 def read_batch(blocks: Blocks, order: Iterator[tuple[int, int]], size: int, device: torch.device) -> torch.Tensor:

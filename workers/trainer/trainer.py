@@ -180,7 +180,7 @@ def train_once(
         agreed["weights"] = spec.trainer["weights"]
         wait_for_weights(partial(has_version_0, redis_url, settings.run), settings.learner_id)
     model, forward, begin, end, mesh = prepare(model, device, settings, ranks)
-    optimizers = make_optimizers(model, settings.lr, settings.weight_decay)
+    optimizers = make_optimizers(model.parameters(), settings.lr, settings.weight_decay)
     step_blocks = settings.batch * settings.accumulate
     step_tokens = step_blocks * settings.seq_len // ranks.count
 

@@ -74,7 +74,7 @@ def measure(given: Training, console: Console, redis_url: str | None) -> dict[st
             )
             device = choose_device(given.device)
             model: Any = build(given.model, 0).to(device)
-            optimizers = make_optimizers(model, LR, 0.1)
+            optimizers = make_optimizers(model.parameters(), LR, 0.1)
             forward = training_forward(model, device, given.settings())
             learner = Learner(model, optimizers, run=fleet.run, redis_url=url, learner_id="bench", sync=sync)
             with learner:

@@ -7,6 +7,7 @@ is some 400 of them. A graph launches them all at once.
 import torch
 from torch import nn
 
+from diloco.workers.parameters import described, trained_tensors
 from diloco.workers.trainer.recipe import make_optimizers
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.tasks import Batch, Task
@@ -16,14 +17,30 @@ EAGER_STEPS = 3
 
 
 def inner_optimizers(model: nn.Module, run: LabRun) -> list[torch.optim.Optimizer]:
-    """As learners have them, but for the run's `beta2` and `eps`."""
-    optimizers = make_optimizers(model, run.lr, run.weight_decay, run.optimizer)
+    """As learners have them, but for the run's `beta2` and `eps`, and Muon for hidden matrices if it has that.
+
+    Muon's steps are scaled to the length of AdamW's (Liu et al., Muon is scalable for LLM training, 2025), so both take
+    one learning rate.
+    """
+    hidden = hidden_matrices(model) if run.optimizer == "muon" else []
+    taken = {id(p) for p in hidden}
+    others = (p for p in model.parameters() if id(p) not in taken)
+    optimizers = make_optimizers(others, run.lr, run.weight_decay)
+    if hidden:
+        optimizers.insert(0, torch.optim.Muon(hidden, run.lr, run.weight_decay, adjust_lr_fn="match_rms_adamw"))
     for group in (group for one in optimizers if isinstance(one, torch.optim.AdamW) for group in one.param_groups):
         if run.beta2 is not None:
             group["betas"] = (group["betas"][0], run.beta2)
         if run.eps is not None:
             group["eps"] = run.eps
     return optimizers
+
+
+def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
+    """The trained matrices but for embeddings and output heads, whose rows or columns stand for tokens."""
+    seen, tensors = described(model), trained_tensors(model)
+    names = [one.name for one in seen.trained if one.matrix]
+    return [tensors[name] for name in names if name not in seen.heads()]
 
 
 class Gradients:
