@@ -103,13 +103,13 @@ RANK_MUTATIONS = [
     Mutation(
         "rank 0 ends as soon as it knows that the run is over",
         JoinedRank,
-        "ended",
-        (("or self._over", "or self._over or is_over(self.shared.state)"),),
+        "_settle",
+        (("or agreed.decided.over", "or agreed.decided.over or (self._number == 0 and is_over(self.shared.state))"),),
     ),
     Mutation(
         "who is asked to end leaves alone",
         JoinedRank,
-        "ended",
-        (("stopping.asked", "stopping.heard"),),
+        "_settle",
+        (("if agreed.stop:", "if agreed.stop or self._stopping.heard:"),),
     ),
 ]

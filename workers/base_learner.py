@@ -32,8 +32,9 @@ from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.workers.batches import Batches
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.copies.losses import Loss
+from diloco.workers.encoding import Float32
 from diloco.workers.exchange import redis_access
-from diloco.workers.exchange.newest import Float32, read_newest
+from diloco.workers.exchange.newest import read_newest
 from diloco.workers.exchange.redis_access import in_own_loop
 from diloco.workers.joined import LearnerThread
 from diloco.workers.moments.recovery import Source
@@ -95,7 +96,7 @@ class BaseLearner:
     @property
     def finished(self) -> bool:
         """True when the loop should be left: the run is over or asked to end, or SIGTERM or SIGHUP has come."""
-        return self._entered.ended(self._stopping) if self._entered else self._stopping.asked
+        return self._stopping.asked or self.over
 
     @property
     def over(self) -> bool:

@@ -30,7 +30,6 @@ from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.exchange.joining import Joining, log_joined
 from diloco.workers.moments.recovery import FoundMoments
 from diloco.workers.rounds import Publication
-from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
 
 Read = Callable[[Iterable[int]], list[Float32]]  # returns the newest globals (elements,) of these fragments
@@ -100,10 +99,6 @@ class JoinedLearner:
         )
         detail = f"it continues from the globals, {moments}"
         structlog.get_logger().warning("learner_healed", learner=self.training.learner, detail=detail)
-
-    def ended(self, stopping: Stopping) -> bool:
-        """Return whether the loop should be left: the run is over, or the process was asked to end."""
-        return stopping.asked or self.over
 
     def adopt(self) -> bool:
         """Overwrite the fragments for which newer globals have arrived; return whether there were any."""

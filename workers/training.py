@@ -21,14 +21,6 @@ from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
 
 
-class Device(Protocol):
-    """The place of a model, named for reports by `str`."""
-
-    @property
-    def type(self) -> str:
-        """Such as "cpu", where torch trains with threads of the host."""
-
-
 class Copied(Protocol):
     """A fragment's values at one moment, perhaps still on a device."""
 
@@ -44,8 +36,8 @@ class Parameters(Protocol):
     """
 
     @property
-    def device(self) -> Device:
-        """Where the tensors are."""
+    def device(self) -> torch.device | str:
+        """Where the tensors are; a string: where torch does not train."""
 
     def snapshot(self, p: int) -> Copied:
         """Copy fragment p; later steps do not change the copy. Does not wait for a device."""
@@ -85,6 +77,7 @@ class Training:
     def report(self, left: bool) -> LearnerReport:
         """Return what others learn of this learner. Called by the exchange thread; it does not block."""
         counts, device = self.rounds.counts, self.parameters.device
+        on_cpu = isinstance(device, torch.device) and device.type == "cpu"
         return LearnerReport(
             learner=self.learner,
             incarnation=self.incarnation,
@@ -101,5 +94,5 @@ class Training:
             device=str(device),
             ranks=self.ranks,
             moments=self.keeper.source,
-            threads=(torch.get_num_threads(), usable_cores()) if device.type == "cpu" else (0, 0),
+            threads=(torch.get_num_threads(), usable_cores()) if on_cpu else (0, 0),
         )

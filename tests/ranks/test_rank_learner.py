@@ -142,7 +142,7 @@ def test_ranks_save_their_moments_at_the_end_of_a_run_too() -> None:
     joined.training.keeper = SimpleNamespace(close=lambda shared, save, within_s: saved.append(save))
     joined._rank.wait_for_goodbye = lambda within_s: True
     joined.thread.ask = joined.thread.left_in_order = lambda given: given
-    joined._over = True
+    joined.over = True
     assert joined.leave(1.0, True)
     assert saved == [True]
 

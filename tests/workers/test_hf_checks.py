@@ -25,8 +25,7 @@ from diloco.workers.trainer.data.text_sources import Source
 from diloco.workers.trainer.data.tokenized import check_model, open_for
 from diloco.workers.trainer.models import gpt, hf
 from diloco.workers.trainer.models.hf import build_hf
-from diloco.workers.trainer.models.hf_checks import config_of
-from diloco.workers.trainer.models.hf_config import HfModel
+from diloco.workers.trainer.models.hf_config import HfModel, config_of
 from diloco.workers.trainer.recipe import trainer_spec
 from diloco.workers.trainer.together import Ranks
 from tests.workers.byte_tokenizer import ByteTokenizer
@@ -235,7 +234,7 @@ def test_who_comes_with_another_vocabulary_than_the_runs_builds_nothing(
 def test_the_kinds_without_a_switch_are_transformers_own() -> None:
     """A kind that it no longer has would be named for nothing."""
     transformers = pytest.importorskip("transformers")
-    from diloco.workers.trainer.models.hf_checks import _CAUSAL_ANYWAY, _WITHOUT_A_SWITCH
+    from diloco.workers.trainer.models.hf_config import _CAUSAL_ANYWAY, _WITHOUT_A_SWITCH
 
     for kind in _CAUSAL_ANYWAY | _WITHOUT_A_SWITCH:
         assert transformers.CONFIG_MAPPING[kind] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.workers.copies.losses import LossCopy, Losses
+from diloco.workers.copies.losses import Losses, loss_copy
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import learner_of, reports
 
@@ -46,7 +46,7 @@ def test_a_report_shows_the_newest_loss_that_is_there_and_waits_for_none() -> No
     assert losses.shown() == 2.0
     third.there = True
     assert losses.shown() == 3.0
-    told = [LossCopy(float(number)) for number in range(5, 9)]
+    told = [loss_copy(float(number)) for number in range(5, 9)]
     for loss in losses._under_way:
         loss.there = True  # type: ignore[attr-defined]
     for one in told:
@@ -58,13 +58,13 @@ def test_a_report_shows_the_newest_loss_that_is_there_and_waits_for_none() -> No
 def test_where_a_loss_is_lost_the_one_before_is_shown_and_later_ones_are() -> None:
     """The exchange goes on: what has failed is the loop's to tell."""
     losses = Losses()
-    losses.add(LossCopy(1.0))
+    losses.add(loss_copy(1.0))
     losses.add(late := Late(2.0))
     losses.add(Lost(3.0))
     assert losses.shown() == 1.0
     late.there = True
     assert losses.shown() == 2.0
-    losses.add(LossCopy(4.0))
+    losses.add(loss_copy(4.0))
     assert losses.shown() == 4.0
 
 
@@ -89,13 +89,13 @@ def test_a_loop_may_write_over_the_loss_that_it_has_told(redis_server: str, tmp_
 def test_neither_a_step_nor_a_report_waits_for_a_cuda_loss() -> None:
     """It is that of its step, though the loop writes over it, and comes by itself."""
     losses, loss = Losses(), torch.zeros((), device="cuda")
-    losses.add(LossCopy(loss))  # what is loaded and allocated once
+    losses.add(loss_copy(loss))  # what is loaded and allocated once
     torch.cuda.synchronize()
     assert losses.shown() == 0.0
     began = time.monotonic()
     torch.cuda._sleep(10**10)  # cycles: some seconds
     loss.fill_(2.5)
-    losses.add(LossCopy(loss))
+    losses.add(loss_copy(loss))
     loss.fill_(-1.0)
     assert losses.shown() == 0.0
     assert time.monotonic() - began < 1.0

@@ -24,7 +24,7 @@ from diloco.pipeline.files.sums import file_sha256
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.settings import SyncSettings
-from diloco.workers.copies.losses import LossCopy
+from diloco.workers.copies.losses import loss_copy
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
 from diloco.workers.moments import keeper, recovery, state_folder
@@ -94,7 +94,7 @@ class Party:
         for _ in range(steps):
             step(self.model, self.optimizer)
             self.rounds.trained(10)
-            self.keeper.stepped(self.shared, 0.5, LossCopy(2.5))
+            self.keeper.stepped(self.shared, 0.5, loss_copy(2.5))
 
     def leave(self) -> None:
         self.keeper.close(self.shared, save=True, within_s=60.0)

@@ -241,7 +241,7 @@ class WorldRank(Party):
         joined.party = self
         joined.hand_over((), joined.adopt())
         self.trains = True
-        while not joined.ended(self._stopping):
+        while not (self._stopping.asked or joined.over):
             if exchange.done():
                 exchange.result()
             await self._train(self.step + 1)

@@ -16,7 +16,7 @@ from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.settings import SECRETS, STATE_S, BusSettings, EncodeOn, SyncSettings, load
 from diloco.pipeline.units import parse_whole
 from diloco.pipeline.wrong_values import format_problem
-from diloco.workers.copies.losses import LossCopy
+from diloco.workers.copies.losses import Loss, loss_copy
 from diloco.workers.moments.state_folder import LOCK_FILE, LOSSES_FILE
 
 MAX_STEP_TOKENS = 2**40
@@ -106,9 +106,9 @@ def whole_tokens(tokens: Any) -> int:
     return int(value)
 
 
-def one_loss(loss: Any) -> LossCopy | None:
+def one_loss(loss: Any) -> Loss | None:
     """Return a copy of the loss of a step, taken now; None: there is none. Raises as `one_number` does."""
-    return None if loss is None else LossCopy(one_number(loss, "step(loss={}): {}; pass one number, or leave it out"))
+    return None if loss is None else loss_copy(one_number(loss, "step(loss={}): {}; pass one number, or leave it out"))
 
 
 def one_number(value: Any, told: str) -> float | torch.Tensor:

@@ -1,7 +1,7 @@
 """Copy the losses of a learner's steps from its device without waiting.
 
 Reading a loss on a CUDA device waits for everything queued before it, and the loop, or a graph that it has compiled,
-may overwrite the tensor meanwhile. So the training thread queues a copy at once, in order with its step (`LossCopy`).
+may overwrite the tensor meanwhile. So the training thread queues a copy at once, in order with its step (`loss_copy`).
 The exchange thread shows the newest loss that has arrived. Only the writer of `losses.jsonl` waits for any.
 """
 
@@ -28,33 +28,15 @@ class Loss(Protocol):
         """
 
 
-class LossCopy:
-    """The `Loss` of a torch step, copied when it was given.
+def loss_copy(told: float | torch.Tensor) -> Loss:
+    """Return the loss of a torch step as it is now, for the training thread, which waits for no CUDA device.
 
-    The training thread makes it, and waits for a device only if that is not CUDA.
+    told: a number, or a tensor of one element.
     """
-
-    def __init__(self, told: float | torch.Tensor) -> None:
-        """told: a number, or a tensor of one element."""
-        here = local_of(told) if isinstance(told, torch.Tensor) else told
-        self._copy: Snapshot | None = None
-        self._number = 0.0
-        if isinstance(here, torch.Tensor) and here.is_cuda:
-            self._copy = snapshot_of(here)
-        else:
-            self._number = float(here)
-
-    def ready(self) -> bool:
-        """Return True if `number` would not wait (`Loss.ready`)."""
-        copy = self._copy
-        return copy is None or copy.ready()
-
-    def number(self) -> float:
-        """Return the loss, once it has arrived (`Loss.number`)."""
-        copy = self._copy
-        if copy is not None:
-            self._number, self._copy = float(copy.tensor()), None  # frees the pinned memory for a later copy
-        return self._number
+    here = local_of(told) if isinstance(told, torch.Tensor) else told
+    if isinstance(here, torch.Tensor) and here.is_cuda:
+        return snapshot_of(here)
+    return Snapshot(torch.tensor(float(here), dtype=torch.float64, device="cpu"))
 
 
 class Losses:

@@ -13,7 +13,7 @@ class Snapshot:
         self._copied = copied
 
     def ready(self) -> bool:
-        """Return True if `tensor` would not wait."""
+        """Return True if the other methods would not wait."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def tensor(self) -> torch.Tensor:
@@ -21,6 +21,10 @@ class Snapshot:
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
+
+    def number(self) -> float:
+        """Return the only element, waiting as `tensor` does."""
+        return float(self.tensor())
 
     def numpy(self) -> npt.NDArray[np.float32]:
         """Return a fragment's flat vector (elements,), waiting as `tensor` does."""

@@ -19,12 +19,10 @@ from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.transfer.globals import pull_shown
 from diloco.pipeline.transfer.payloads import push, push_growing
-from diloco.workers.encoding import ErrorFeedback, Snapshot, offload_if_large
+from diloco.workers.encoding import ErrorFeedback, Float32, Snapshot, offload_if_large
 from diloco.workers.exchange.member import Member
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.times import TIMES
-
-Float32 = npt.NDArray[np.float32]
 
 S_contra = TypeVar("S_contra", contravariant=True)
 

@@ -9,8 +9,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
@@ -25,7 +23,7 @@ from diloco.pipeline.retry import Outages
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.waiting import in_background
 from diloco.workers.background import offload
-from diloco.workers.encoding import Encoder, OnHost, Snapshot
+from diloco.workers.encoding import Encoder, Float32, OnHost, Snapshot
 from diloco.workers.exchange.carrier import Carrier, OwnCarrier, run_concurrently
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.first_version import Version0
@@ -38,7 +36,6 @@ from diloco.workers.exchange.spec_check import Agreement, compare
 from diloco.workers.exchange.work_queue import ShardClaims
 from diloco.workers.times import TIMES
 
-Float32 = npt.NDArray[np.float32]
 S = TypeVar("S")
 
 

@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 
 from diloco.pipeline.bus.ports import Bus
@@ -15,11 +13,10 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.transfer.globals import pull_shown
+from diloco.workers.encoding import Float32
 from diloco.workers.exchange.redis_access import read_run
 from diloco.workers.exchange.spec_check import compare
 from diloco.workers.times import TIMES
-
-Float32 = npt.NDArray[np.float32]
 
 
 async def read_newest(

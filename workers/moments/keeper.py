@@ -68,7 +68,7 @@ class Keeper:
             self._stepped(now, shared, progress, loss)
         except Exception as error:  # peers and a restart may lose by it, but it must not end the training
             self._copy, self._next_save_s = None, now + self._own.options.state_every_s
-            self._own.copies.answer(None)
+            self._own.answer_copies(None)
             if not self._failed:
                 self._failed = True
                 detail = (
@@ -98,7 +98,7 @@ class Keeper:
                 self._copy = self._own.state.start_copy()
         if self._copy is not None and self._copy.advance():
             copy, self._copy = self._copy, None
-            self._own.copies.answer(copy)
+            self._own.answer_copies(copy)
             if now >= self._next_save_s:
                 self._next_save_s = now + self._own.options.state_every_s
                 self._save(self._own.state.kind, copy, shared)

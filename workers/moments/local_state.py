@@ -1,6 +1,9 @@
 """A learner's own moments, as both of its threads see them. No part is replaced; each says which thread may use it."""
 
+import asyncio
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,8 +15,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.settings import STATE_S
-from diloco.workers.moments.copies import CopyRequests
-from diloco.workers.moments.optimizer_state import Optimizers, OptimizerState, recoverable_state, several
+from diloco.workers.moments.optimizer_state import Optimizers, OptimizerState, StateCopy, recoverable_state, several
 from diloco.workers.moments.state_folder import RunIdentity, StateFolder
 
 Recover = Literal["auto", "peer", "fresh"]
@@ -49,7 +51,21 @@ class OwnMoments:
     """True if the optimizer had moments when the learner joined: it has stepped, or its state was loaded."""
     folder: StateFolder | None
     """The exchange thread reads it while the learner joins; afterwards it is written for the training thread."""
-    copies: CopyRequests = field(default_factory=CopyRequests)
+    copies: "deque[Future[StateCopy | None]]" = field(default_factory=deque)
+    """Copies that were asked for. No lock is needed: both threads use only single operations, which are atomic."""
+
+    async def ask_copy(self) -> StateCopy | None:
+        """Return a copy, once the training thread has made it; None: it cannot make one. For the exchange thread."""
+        asked: Future[StateCopy | None] = Future()
+        self.copies.append(asked)
+        return await asyncio.wrap_future(asked)
+
+    def answer_copies(self, copy: StateCopy | None) -> None:
+        """Answer all requests with this copy; None: there is none to give. For the training thread."""
+        while self.copies:
+            asked = self.copies.popleft()
+            if asked.set_running_or_notify_cancel():  # the request may have been cancelled meanwhile
+                asked.set_result(copy)
 
     def identity(self, state: RunState | None) -> RunIdentity | None:
         """Return which of the runs of that name this is; None: not known yet.

@@ -97,7 +97,7 @@ class Recovery:
 
     async def copy(self) -> Moments | None:
         """Return a copy of the moments, once the training thread has made it; None: it cannot make one."""
-        copy = await self._own.copies.ask()
+        copy = await self._own.ask_copy()
         return None if copy is None else await asyncio.to_thread(self._checked, copy)
 
     def _checked(self, copy: StateCopy) -> Moments:

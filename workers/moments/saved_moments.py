@@ -14,8 +14,7 @@ import numpy.typing as npt
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import Layout, Slot
 from diloco.pipeline.messages.moments import OptimizerKind
-
-Float32 = npt.NDArray[np.float32]
+from diloco.workers.encoding import Float32
 
 # Moments that are means or sums of squares (torch's names).
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})

@@ -29,14 +29,15 @@ from safetensors import SafetensorError
 from diloco.pipeline.errors import BadPayload, PeerError
 from diloco.pipeline.files.appending import append_whole
 from diloco.pipeline.files.replacing import TEMPORARY, digested, replace
-from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import file_sha256
+from diloco.pipeline.files.tensor_file import Tensor, parts_of
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.messages.wire import Count, Digest, FirstFormat, Message, PartyId, Text
 from diloco.pipeline.wrong_values import complaint
 from diloco.workers.background import BackgroundThread
-from diloco.workers.moments.saved_moments import Float32, Moments, check, of_moment, slots
+from diloco.workers.encoding import Float32
+from diloco.workers.moments.saved_moments import Moments, check, of_moment, slots
 
 STATE_FILE = "state.json"
 LOCK_FILE = ".lock"
@@ -322,22 +323,17 @@ def _another(path: Path, state: SavedState) -> str:
     return "" if found.kind.optimizer == state.kind.optimizer else f"it was saved for {found.kind.optimizer}"
 
 
-def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a safetensors file: a length, a JSON header, the arrays.
+def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[Any]:
+    """Yield the parts of a safetensors file: its header, and views of the arrays.
 
-    The format: https://huggingface.co/docs/safetensors. The library's own writer copies everything, twice, and holds
-    the interpreter's lock meanwhile, so training would stand still. The parts here are only views, and writing them
-    releases the lock.
+    The format's own writer copies everything, twice, and holds the interpreter's lock meanwhile, so training would
+    stand still. Writing the views releases the lock.
     """
-    header, end = {}, 0
     widest_first = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so each lies aligned
-    for name, array in widest_first:
-        kind = "BOOL" if array.dtype == np.bool_ else f"{LETTERS[array.dtype.kind]}{8 * array.itemsize}"
-        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (end, end + array.nbytes)}
-        end += array.nbytes
-    head = dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    yield len(head).to_bytes(8, "little") + head
-    for _, array in widest_first:
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        yield np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
+    return parts_of({name: _tensor_of(array) for name, array in widest_first})
+
+
+def _tensor_of(array: npt.NDArray[Any]) -> Tensor:
+    kind = "BOOL" if array.dtype == np.bool_ else f"{LETTERS[array.dtype.kind]}{8 * array.itemsize}"
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return Tensor(kind, array.shape, array.nbytes, lambda: np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)

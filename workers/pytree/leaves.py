@@ -5,7 +5,7 @@ fragment's leaves on their device, in order with the computation of them; the tr
 exchange thread fetches the copies. An adoption makes new arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,23 +16,8 @@ import numpy.typing as npt
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, Slot
 from diloco.pipeline.payload.buffers import pooled
+from diloco.workers.encoding import Float32
 from diloco.workers.pytree.tree import Leaf, Tree
-
-Float32 = npt.NDArray[np.float32]
-
-
-class DeviceName:
-    """The device of the leaves, in words. Torch never trains there, so its number of threads is not reported."""
-
-    type = "jax"
-
-    def __init__(self, leaf: Any) -> None:
-        self._devices = leaf.devices()
-
-    def __str__(self) -> str:
-        first = min(self._devices, key=lambda device: int(device.id))
-        name = first.platform if first.platform == "cpu" else f"{first.platform}:{first.id}"
-        return name if len(self._devices) == 1 else f"{name} and {len(self._devices) - 1} more"
 
 
 class Copied:
@@ -63,7 +48,7 @@ class PytreeParameters:
         self._tree, self._layout = tree, layout
         self._by_name = {leaf.name: leaf for leaf in tree.leaves}
         self._leaves = list(leaves)
-        self.device = DeviceName(self._leaves[tree.leaves[0].at])
+        self.device = device_name(self._leaves[tree.leaves[0].at].devices())
 
     @property
     def params(self) -> Any:
@@ -113,6 +98,13 @@ class PytreeParameters:
             leaf = self._by_name[name]
             leaves[leaf.at] = placed(leaf.own(values), leaves[leaf.at])
         return jax.tree_util.tree_unflatten(self._tree.structure, leaves)
+
+
+def device_name(devices: Collection[Any]) -> str:
+    """Return the devices of the leaves in words, for reports."""
+    first = min(devices, key=lambda device: int(device.id))
+    name = first.platform if first.platform == "cpu" else f"{first.platform}:{first.id}"
+    return name if len(devices) == 1 else f"{name} and {len(devices) - 1} more"
 
 
 def placed(values: npt.NDArray[Any], old: Any) -> Any:

@@ -27,7 +27,7 @@ from diloco.pipeline.payload.codec import DTYPES, TRAITS
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.workers.background import offload
 from diloco.workers.copies.snapshots import Snapshot
-from diloco.workers.encoding import encode_delta
+from diloco.workers.encoding import Float32, encode_delta
 from diloco.workers.exchange.carrier import OwnCarrier, push_initial
 from diloco.workers.exchange.member import Member
 from diloco.workers.parameters import FragmentParameters
@@ -35,7 +35,6 @@ from diloco.workers.ranks.placement import SLICE, Piece, Shares, elements, in_sl
 from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Base, Publication
 
-Float32 = npt.NDArray[np.float32]
 # Returns a rank's own vector of a fragment as it was at the snapshot; may wait for a device.
 TakeSnapshot = Callable[[], Float32]
 # Stands for the number of a global where a fragment's residual arrives; those of globals begin at 1.

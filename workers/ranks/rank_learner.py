@@ -19,13 +19,14 @@ from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.waiting import in_background
 from diloco.workers.background import OwnThread
+from diloco.workers.encoding import Float32
 from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.joined import JoinedLearner, Read, is_over, progress_of
 from diloco.workers.moments.recovery import FoundMoments
 from diloco.workers.parameters import FragmentParameters
-from diloco.workers.ranks.gather import Float32, Samples, TakeSnapshot, own_values, sample_layout
+from diloco.workers.ranks.gather import Samples, TakeSnapshot, own_values, sample_layout
 from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_carrier import SnapshotAt
 from diloco.workers.ranks.rank_exchange import GOODBYE_S, Rank, RankExchange
@@ -79,8 +80,10 @@ class JoinedRank:
         self._number, self.place = group.rank, (group.rank, shares.ranks)
         """(number of this rank, number of ranks)."""
         self._samples, self.shard_broadcast = samples, rank.shard_broadcast
-        self.late = self._over = rank.late
-        self._progress = 0.0
+        self.late = self.over = rank.late
+        """`over` is True if the run was over in the last settled sum; the same on all ranks at the same step."""
+        self.progress = 0.0
+        """The run's progress in the last settled sum; the same on all ranks at the same step."""
         self._steps = 0
         self._step: _Step | None = None
         """The last step, until its sum is settled."""
@@ -109,20 +112,6 @@ class JoinedRank:
                 "only rank 0 has the learner's exchange and reads its work queue; this is a different rank"
             )
         return self._rank.exchange
-
-    @property
-    def over(self) -> bool:
-        """True if the run was over in the last settled sum; the same on all ranks at the same step."""
-        return self._over
-
-    @property
-    def progress(self) -> float:
-        """The run's progress in the last settled sum; the same on all ranks at the same step."""
-        return self._progress
-
-    def ended(self, stopping: Stopping) -> bool:
-        """Return whether the loop should be left; all ranks return the same at the same step."""
-        return stopping.asked or self._over
 
     def newest(self, read: Read) -> list[Float32]:
         """Return this rank's shards of the newest globals.
@@ -217,7 +206,7 @@ class JoinedRank:
             self._adopt(p, number)
             if p in self._bases:
                 self._adopted.append(self._bases.pop(p))
-        self._progress, self._over = agreed.decided.progress, self._over or agreed.decided.over
+        self.progress, self.over = agreed.decided.progress, self.over or agreed.decided.over
         if agreed.stop:
             self._stopping.agree()
         return agreed.tokens

@@ -30,7 +30,6 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 from pydantic import Field
@@ -43,13 +42,12 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MAX_TENSORS, Message, Nonce, PartyId, Text
 from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
+from diloco.workers.encoding import Float32
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.placement import Range
 from diloco.workers.ranks.shutdown import wait_for_gloo_threads
 from diloco.workers.ranks.transport import TOKEN_BYTES, accept_calls, call_lower_ranks, listen
 from diloco.workers.times import TIMES
-
-Float32 = npt.NDArray[np.float32]
 
 # Timeout of the gloo group. It only bounds the wait for a rank that hangs; the death of a rank is noticed at once.
 GROUP_TIMEOUT = timedelta(hours=1)
@@ -100,10 +98,10 @@ class Readiness(Message):
 
 
 class Proposal(Message):
-    """A rank's proposal. All ranks take rank 0's values."""
+    """A rank's proposal, of which all take rank 0's; and what this rank holds."""
 
-    max_bytes: ClassVar[int] = Spec.max_bytes + 2**10
-    max_parts: ClassVar[int] = Spec.max_parts + 1
+    max_bytes: ClassVar[int] = Spec.max_bytes + 64 * 2**20 + 2**10
+    max_parts: ClassVar[int] = Spec.max_parts + MAX_TENSORS + 3
     max_items: ClassVar[int] = MAX_TENSORS
 
     format: Literal[1] = 1
@@ -112,16 +110,6 @@ class Proposal(Message):
     incarnation: Nonce
     token: Annotated[bytes, Field(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     """The secret by which the ranks authenticate their connections."""
-
-
-class HeldRows(Message):
-    """The elements that a rank holds."""
-
-    max_bytes: ClassVar[int] = 64 * 2**20
-    max_parts: ClassVar[int] = MAX_TENSORS + 2
-    max_items: ClassVar[int] = MAX_TENSORS
-
-    format: Literal[1] = 1
     machine: Text
     held: Annotated[tuple[tuple[Text, Element, Element], ...], Field(max_length=MAX_TENSORS, fail_fast=True)]
     """(name of a tensor, start, stop): the rank holds its elements [start, stop)."""
@@ -382,16 +370,20 @@ def rendezvous(
             group = _group_of(tuple(sorted(ranks)))
             rank = distributed.get_rank(group)
             _same_arguments(gather_messages(group, Arguments(arguments=tuple(asked.items()))))
-            token = secrets.token_bytes(TOKEN_BYTES)
-            own = Proposal(spec=_on_all(group, propose), learner=learner[0], incarnation=learner[1], token=token)
+            own = Proposal(
+                spec=_on_all(group, propose),
+                learner=learner[0],
+                incarnation=learner[1],
+                token=secrets.token_bytes(TOKEN_BYTES),
+                machine=socket.gethostname(),
+                held=tuple((name, *found) for name, found in held(_synchronised(model)).items()),
+            )
             agreed, *_ = proposals = gather_messages(group, own)
             _same_model(proposals)
-            ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
-            rows = gather_messages(group, HeldRows(machine=socket.gethostname(), held=ranges))
-            connections = _connect(group, [one.machine for one in rows], agreed.token)
+            connections = _connect(group, [one.machine for one in proposals], agreed.token)
     except RuntimeError as error:
         raise RankGone(f"the ranks of this learner could not connect: {error}") from error
-    holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in rows)
+    holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in proposals)
     return RankGroup(group, rank, (agreed.learner, agreed.incarnation), agreed.spec, holds, connections)
 
 

@@ -25,16 +25,15 @@ from typing import Any, Self, TypeVar
 
 import msgpack
 import numpy as np
-import numpy.typing as npt
 import structlog
 
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, DilocoError, RankGone, UsageError
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.waiting import cancel
+from diloco.workers.encoding import Float32
 from diloco.workers.ranks.placement import SLICE
 
-Float32 = npt.NDArray[np.float32]
 T = TypeVar("T")
 # Called with the rank that asks, then the request's arguments, a vector last. It must return what msgpack can encode.
 Handler = Callable[..., Awaitable[Any]]

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import xxhash
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data.text_files import stdlib_files
+from diloco.workers.trainer.data.text_sources import stdlib_files
 from diloco.workers.trainer.data.tokens import BOUNDARY, is_held_out
 
 FOLDER = Path("packages-text")

@@ -6,6 +6,8 @@ same files give the same tokens in any place. Only what is being read is held in
 
 import glob
 import importlib
+import os
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -14,9 +16,10 @@ from typing import Any, NamedTuple
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.permutation import permuted
-from diloco.workers.trainer.data.text_files import PROBE_BYTES, stdlib_files, visible_files
 from diloco.workers.trainer.optional import library
 
+# Bytes at a file's start that are read to detect a binary file.
+PROBE_BYTES = 8192
 # A longer text counts as several documents of about this size.
 PIECE_BYTES = 128 * 1024
 # Bytes in which to look for a good place to cut; less than a piece.
@@ -29,6 +32,7 @@ TABLES = (".parquet", ".arrow")
 # Prefix of a data set's name. The prefix of a model is the same: `hf_config.MODEL`.
 DATA_SET = "hf:"
 _KNOWN = ("config", "split", "column")
+_STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
 # Reads one part: yields its documents in order.
@@ -117,6 +121,29 @@ def _of_files(files: Iterable[Path], column: str) -> Source:
 
 
 # --- text files ----------------------------------------------------------------------------------------------
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Return all files below a folder, sorted by path, except hidden ones and those in hidden folders."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not any(name[0] == "." for name in path.relative_to(folder).parts)
+    ]
+
+
+def stdlib_root() -> Path:
+    """Return the folder of Python's own source text."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def stdlib_files() -> list[Path]:
+    """Return the files of Python's own source text, without its test suites."""
+    found: list[Path] = []
+    for folder, below, names in os.walk(stdlib_root()):
+        below[:] = set(below) - _STDLIB_SKIPPED  # site-packages may hold very many files
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 def _text_parts(path: Path) -> list[Part]:

@@ -15,8 +15,7 @@ from diloco.workers.trainer.data import bpe
 from diloco.workers.trainer.data.text import has_tokens, open_text
 from diloco.workers.trainer.data.text_sources import shortened
 from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES, TextData, Tokens
-from diloco.workers.trainer.models.hf_checks import check_fits, config_of
-from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
+from diloco.workers.trainer.models.hf_config import EXTRA, HfModel, check_fits, config_of
 
 # A larger text must be made into token shards once: each party would tokenise it again at each start.
 MAX_BYTES = 256 * 2**20

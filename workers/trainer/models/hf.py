@@ -12,8 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import as_bytes
-from diloco.workers.trainer.models.hf_checks import config_of
-from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
+from diloco.workers.trainer.models.hf_config import EXTRA, HfModel, config_of
 from diloco.workers.trainer.optional import first_line, library
 
 # How often a parameter may be set in a module while a model is built: tied parameters are set several times.
