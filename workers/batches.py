@@ -9,7 +9,7 @@ of batches.
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
@@ -38,11 +38,8 @@ def whole_number(name: str, value: Any, minimum: int = 1, maximum: int = MAX_EXA
     return number
 
 
-class ShardSource(Protocol):
-    """A sequence of shards (`ShardsInTurn`)."""
-
-    def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
-        """Return the next shard, with its claim or None if it is read again; see `ShardsInTurn.after`."""
+# Returns the shard after a claimed one, with its claim or None if it is read again (`ShardsInTurn.after`).
+NextShard = Callable[[ClaimedShard | None, float], tuple[ClaimedShard | None, Shard]]
 
 
 class Batches(OwnProcess):
@@ -60,7 +57,7 @@ class Batches(OwnProcess):
         *,
         drawn: Callable[[str], None],
         finished: Callable[[str], None],
-        shards: ShardSource,
+        next_shard: NextShard,
         check: Callable[[], Any],
         place: tuple[int, int] = (0, 1),
         dry_s: float = TIMES.dry_s,
@@ -75,7 +72,7 @@ class Batches(OwnProcess):
             shared: holds the claimed shards, and takes the position in the shard being read.
             drawn: called with the entry id of each shard whose last block was drawn.
             finished: called with the entry id of each shard that was trained on to its end.
-            shards: gives the shards after the first one.
+            next_shard: gives the shards after the first one.
             check: raises if the learner is not in its run.
             place: number of this rank of the learner, and how many there are.
             dry_s: how long to wait for a shard.
@@ -87,7 +84,7 @@ class Batches(OwnProcess):
         self._batches = steps * accumulate
         self._prefetched = Prefetched(accumulate)
         self._shared, self._tell_drawn, self._tell_finished = shared, drawn, finished
-        self._shards, self._check, self._dry_s = shards, check, dry_s
+        self._after, self._check, self._dry_s = next_shard, check, dry_s
         self._claimed: ClaimedShard | None = first  # None while the current shard is being re-read
         self._shard, self._at = first.shard, first.shard.start + first.position
         self._passes = 0
@@ -175,5 +172,5 @@ class Batches(OwnProcess):
 
     def _next_shard(self) -> None:
         """Take the next claimed shard, or an earlier one again if there is none."""
-        self._claimed, self._shard = self._shards.after(self._claimed, self._dry_s)
+        self._claimed, self._shard = self._after(self._claimed, self._dry_s)
         self._at = self._shard.start + (0 if self._claimed is None else self._claimed.position)

@@ -7,7 +7,7 @@ work; on a CPU they take one memory copy. `Snapshot.numpy` is for the exchange t
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -148,18 +148,10 @@ def resharding(model: nn.Module) -> Callable[[], None]:
     return reshard
 
 
-class _Bytes(NamedTuple):
-    """The byte ranges of a slot."""
-
-    flat: slice
-    """Offset in the fragment's vector."""
-    tensor: slice
-    """Offset in the whole tensor."""
-
-    @classmethod
-    def of(cls, slot: Slot) -> "_Bytes":
-        within = slot.within
-        return cls(slice(ITEM * slot.start, ITEM * slot.stop), slice(ITEM * within.start, ITEM * within.stop))
+def _bytes_of(slot: Slot) -> tuple[slice, slice]:
+    """Return the bytes of a slot as slices of the fragment's vector and of the whole tensor."""
+    flat, whole = (ITEM * slot.start, ITEM * slot.stop), (ITEM * slot.within.start, ITEM * slot.within.stop)
+    return slice(*flat), slice(*whole)
 
 
 def _part(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +171,7 @@ class FragmentTensors:
     def __init__(self, tensors_by_name: Mapping[str, torch.Tensor], layout: Layout) -> None:
         self._layout = layout
         self._tensors = [[tensors_by_name[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
-        self._places = [[_Bytes.of(slot) for slot in fragment.slots] for fragment in layout.fragments]
+        self._places = [[_bytes_of(slot) for slot in fragment.slots] for fragment in layout.fragments]
         self.device = next((one.device for fragment in self._tensors for one in fragment), torch.device("cpu"))
         self._views: dict[int, tuple[int, memoryview]] = {}
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -216,8 +208,8 @@ class FragmentTensors:
         if self._plain(p):
             values = pooled(layout.elements, np.float32)
             raw = as_bytes(values)
-            for place, tensor in zip(self._places[p], self._tensors[p], strict=True):
-                raw[place.flat] = self._bytes(tensor)[place.tensor]
+            for (flat, whole), tensor in zip(self._places[p], self._tensors[p], strict=True):
+                raw[flat] = self._bytes(tensor)[whole]
             return Snapshot(torch.from_numpy(values))
         return snapshot_of(self._flat(p), self._side)
 
@@ -268,8 +260,8 @@ class FragmentTensors:
             values = flat
         elif self._plain(p):
             raw = as_bytes(flat)
-            for place, tensor in zip(self._places[p], self._tensors[p], strict=True):
-                self._bytes(tensor)[place.tensor] = raw[place.flat]
+            for (span, whole), tensor in zip(self._places[p], self._tensors[p], strict=True):
+                self._bytes(tensor)[whole] = raw[span]
             return
         else:
             values = torch.from_numpy(flat)

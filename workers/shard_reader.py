@@ -10,11 +10,11 @@ from functools import partial
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder
-from diloco.workers.batches import Batches, ShardSource, whole_number
+from diloco.workers.batches import Batches, NextShard, whole_number
 from diloco.workers.checks.own_process import OwnIterator
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, ShardsInTurn, read_blocks
 from diloco.workers.ranks.rank_learner import Joined, JoinedRank
-from diloco.workers.ranks.shard_broadcast import FollowingShards, LeadingShards, loader_arguments
+from diloco.workers.ranks.shard_broadcast import FollowingShards, leading, loader_arguments
 from diloco.workers.stopping import Stopping
 from diloco.workers.times import TIMES
 
@@ -44,14 +44,14 @@ def begin_batches(
         joined.shared.shards_wanted = order.length, 0
         heard = FollowingShards(joined.shard_broadcast, asked, now_joined)
         first = heard.first(partial(_check, now_joined, stopping))
-        return make(first, joined.shared, drawn=_nothing, finished=_nothing, shards=heard)
+        return make(first, joined.shared, drawn=_nothing, finished=_nothing, next_shard=heard.after)
     joined, first = _first_shard(now_joined, stopping, order, place[1] * size * accumulate * STEPS_PER_SHARD)
-    shards: ShardSource = ShardsInTurn(joined.shared, random.Random(joined.training.incarnation))
+    after: NextShard = ShardsInTurn(joined.shared, random.Random(joined.training.incarnation)).after
     call, claims = joined.thread.call, joined.exchange.claims
     if isinstance(joined, JoinedRank):
-        shards = LeadingShards(shards, first, partial(call, joined.shard_broadcast.notify, asked))
+        after = leading(after, first, partial(call, joined.shard_broadcast.notify, asked))
     return make(
-        first, joined.shared, drawn=partial(call, claims.drawn), finished=partial(call, claims.finish), shards=shards
+        first, joined.shared, drawn=partial(call, claims.drawn), finished=partial(call, claims.finish), next_shard=after
     )
 
 

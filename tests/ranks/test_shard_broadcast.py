@@ -21,7 +21,7 @@ from diloco.workers.batches import Batches
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import ShardsInTurn
 from diloco.workers.ranks import shard_broadcast
-from diloco.workers.ranks.shard_broadcast import FollowingShards, LeadingShards, ShardBroadcast, loader_arguments
+from diloco.workers.ranks.shard_broadcast import FollowingShards, ShardBroadcast, leading, loader_arguments
 from diloco.workers.stopping import Stopped
 from tests.ranks.party import Party
 from tests.workers.fed import SEED, Fed
@@ -56,8 +56,8 @@ class Crew:
         self.fed = fed = Fed(length, batch_size, accumulate, per_shard or ranks * batch_size * accumulate * 3)
         make = partial(Batches, order, batch_size, accumulate, dry_s=0.0, check=lambda: None)
         nothing = {"drawn": lambda entry_id: None, "finished": lambda entry_id: None}
-        telling = LeadingShards(
-            ShardsInTurn(fed.shared, random.Random(0)), fed.first, partial(self.told[0].notify, self.asked)
+        telling = leading(
+            ShardsInTurn(fed.shared, random.Random(0)).after, fed.first, partial(self.told[0].notify, self.asked)
         )
         self.batches = [
             make(
@@ -65,13 +65,14 @@ class Crew:
                 fed.shared,
                 drawn=fed.tell_drawn,
                 finished=fed.finished.append,
-                shards=telling,
+                next_shard=telling,
                 place=(0, ranks),
             )
         ]
         for rank in range(1, ranks):
             heard = FollowingShards(self.told[rank], self.asked, lambda: None)
-            self.batches.append(make(heard.first(lambda: None), Shared(), shards=heard, place=(rank, ranks), **nothing))  # type: ignore[arg-type]
+            begin = heard.first(lambda: None), Shared()
+            self.batches.append(make(*begin, next_shard=heard.after, place=(rank, ranks), **nothing))  # type: ignore[arg-type]
 
     def steps(self) -> Iterator[list[list[int]]]:
         """A pass: what the ranks have trained at each step, one after the other."""

@@ -58,7 +58,7 @@ class Fed:
             self.shared,
             drawn=self.tell_drawn,
             finished=self.finished.append,
-            shards=ShardsInTurn(self.shared, random.Random(0)),
+            next_shard=ShardsInTurn(self.shared, random.Random(0)).after,
             check=lambda: None,
             dry_s=0.0,
         )

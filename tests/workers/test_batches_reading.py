@@ -54,7 +54,7 @@ class BatchLearner(VirtualLearner):
             shared,
             drawn=claims.drawn,
             finished=claims.finish,
-            shards=ShardsInTurn(shared, random.Random(0)),
+            next_shard=ShardsInTurn(shared, random.Random(0)).after,
             check=lambda: None,
             dry_s=0,
         )

@@ -55,18 +55,23 @@ def url_of(given: str | None) -> str:
     return url
 
 
-def read_spec(url: str, run: str) -> Spec | None:
-    """Return the spec of a run, or None if the run is not there.
+def _ask(url: str, run: str, question: Callable[[Bus], Coroutine[Any, Any, T]]) -> T:
+    """Return the answer to a question about a run.
 
     Raises:
         BusUnavailable: there is no Redis.
     """
 
-    async def ask() -> Spec | None:
+    async def ask() -> T:
         async with open_bus(url, run) as bus:
-            return await read_run(bus)
+            return await question(bus)
 
     return in_own_loop(ask())
+
+
+def read_spec(url: str, run: str) -> Spec | None:
+    """Return the spec of a run, or None if the run is not there; raises what `_ask` does."""
+    return _ask(url, run, read_run)
 
 
 async def read_run(bus: Bus) -> Spec | None:
@@ -87,33 +92,26 @@ class FirstSpecSettings(NamedTuple):
 
 
 def read_first_spec_settings(url: str, run: str) -> FirstSpecSettings:
-    """Return the `FirstSpecSettings` of a run that has no spec.
+    """Return the `FirstSpecSettings` of a run that has no spec; raises what `_ask` does."""
 
-    Raises:
-        BusUnavailable: there is no Redis.
-    """
+    async def settings(bus: Bus) -> FirstSpecSettings:
+        cluster, wanted = (await bus.info()).cluster, await bus.read_wanted()
+        return FirstSpecSettings({} if wanted is None else wanted.sync, cluster)
 
-    async def ask() -> FirstSpecSettings:
-        async with open_bus(url, run) as bus:
-            cluster, wanted = (await bus.info()).cluster, await bus.read_wanted()
-            return FirstSpecSettings({} if wanted is None else wanted.sync, cluster)
-
-    return in_own_loop(ask())
+    return _ask(url, run, settings)
 
 
 def has_version_0(url: str, run: str) -> bool:
     """Return whether a run has parameters, so that a joining learner need not upload its own.
 
-    Raises:
-        BusUnavailable: there is no Redis.
+    Raises what `_ask` does.
     """
 
-    async def ask() -> bool:
-        async with open_bus(url, run) as bus:
-            spec = await read_run(bus)
-            return spec is not None and None not in await bus.read_heads(range(spec.sync.fragments))
+    async def is_there(bus: Bus) -> bool:
+        spec = await read_run(bus)
+        return spec is not None and None not in await bus.read_heads(range(spec.sync.fragments))
 
-    return in_own_loop(ask())
+    return _ask(url, run, is_there)
 
 
 def wait_for_spec(read: Callable[[], T], learner: str | None, check: Callable[[], None] = lambda: None) -> T:

@@ -14,7 +14,7 @@ import structlog
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.pipeline.payload import codec
-from diloco.workers.batches import ShardSource
+from diloco.workers.batches import NextShard
 from diloco.workers.ranks.transport import Transport
 
 LOOK_S = 0.2
@@ -53,25 +53,20 @@ def loader_arguments(order: DataOrder, batch_size: int, accumulate: int) -> Load
     return order.length, order.seed, batch_size, accumulate
 
 
-class LeadingShards:
-    """Rank 0's shards in turn (`batches.ShardSource`); it tells the other ranks of each."""
+def leading(after: NextShard, first: ClaimedShard, notify: Callable[[ClaimedShard | None, Shard], None]) -> NextShard:
+    """Return `after` as rank 0 calls it: it tells the other ranks of each shard, and of the first one at once."""
+    notify(first, first.shard)
 
-    def __init__(
-        self, shards: ShardSource, first: ClaimedShard, notify: Callable[[ClaimedShard | None, Shard], None]
-    ) -> None:
-        """shards: those after the first. notify: tells the other ranks."""
-        self._shards, self._notify = shards, notify
-        notify(first, first.shard)
-
-    def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
-        """Return the next shard, and tell the other ranks; implements `batches.ShardSource.after`."""
-        found = self._shards.after(claimed, wait_s)
-        self._notify(*found)
+    def next_shard(claimed: ClaimedShard | None, wait_s: float) -> tuple[ClaimedShard | None, Shard]:
+        found = after(claimed, wait_s)
+        notify(*found)
         return found
+
+    return next_shard
 
 
 class FollowingShards:
-    """Another rank's shards in rank 0's order (`batches.ShardSource`)."""
+    """Another rank's shards in rank 0's order."""
 
     def __init__(self, broadcast: ShardBroadcast, asked: LoaderArguments, check: Callable[[], object]) -> None:
         """asked: by this rank's loop; rank 0's must be the same. check: raises if the learner is not in its run."""
@@ -85,7 +80,7 @@ class FollowingShards:
         return claimed
 
     def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
-        """Wait until rank 0 has taken up the next shard, and return it; implements `batches.ShardSource.after`.
+        """Wait until rank 0 has taken up the next shard, and return it; a `batches.NextShard`.
 
         Raises:
             UsageError: rank 0's loop asks for something else, or draws nothing for `GIVES_UP_S`.
