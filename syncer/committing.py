@@ -23,7 +23,6 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.payload.codec import Grown, Payload
 from diloco.pipeline.transfer.globals import GrowingGlobal, Kind, key_of, published
 from diloco.pipeline.transfer.payloads import Offload, push_growing
-from diloco.pipeline.waiting import cancel
 from diloco.syncer.admission import Offer
 from diloco.syncer.context import RandomHex, SyncerContext
 from diloco.syncer.grace import LastMerges
@@ -84,7 +83,9 @@ class Staging:
         try:
             yield finished
         finally:
-            await cancel(*tasks.values())
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _push(self, kind: Kind, version: int, payload: Payload) -> Staged:
         key = key_of(self._bus.keys, kind, self._layout.id, version, self._random_hex(8))
