@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import msgpack
 import numpy as np
@@ -19,6 +20,7 @@ from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import AVERAGED, MergeName, MergeRule
 from diloco.pipeline.payload.codec import digest_of
 
+K = TypeVar("K")
 # A tensor of up to this many mean fragments is left whole.
 LEVEL = 1.1
 
@@ -165,7 +167,7 @@ def balance(sizes: Iterable[tuple[str, int]], fragments: int, averaged: Collecti
             f"fragments={fragments}, but the model has {what}: set fragments={fitting} (--fragments, "
             "DILOCO_FRAGMENTS, or sync=SyncSettings(fragments=...))"
         )
-    return dict.fromkeys(averaged, left) | _spread(ordered, left)
+    return dict.fromkeys(averaged, left) | spread(ordered, left)
 
 
 def _largest_first(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -173,10 +175,11 @@ def _largest_first(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return sorted(sizes, key=lambda item: (-item[1], item[0]))
 
 
-def _spread(ordered: Iterable[tuple[str, int]], fragments: int) -> dict[str, int]:
-    load, chosen = [0] * fragments, {}
+def spread(ordered: Iterable[tuple[K, int]], bins: int) -> dict[K, int]:
+    """Assign each of these, of which the size is given, to the bin that is smallest so far."""
+    load, chosen = [0] * bins, {}
     for name, size in ordered:
-        smallest = min(range(fragments), key=lambda p: (load[p], p))
+        smallest = min(range(bins), key=lambda p: (load[p], p))
         load[smallest] += size
         chosen[name] = smallest
     return chosen
@@ -200,7 +203,7 @@ def level(tensors: Iterable[TensorSpec], heads: Collection[str] = ()) -> tuple[T
     if max(poured.values(), default=0) <= most:
         return table
     kept = {t.name: t.elements for t in loose if t.name not in poured and t.rule not in AVERAGED}
-    chosen, load = _spread(_largest_first(kept.items()), len(before)), [0] * len(before)
+    chosen, load = spread(_largest_first(kept.items()), len(before)), [0] * len(before)
     for name, size in kept.items():
         load[chosen[name]] += size
     ends = [0, *accumulate(_room(load, sum(poured.values())))]

@@ -45,8 +45,8 @@ RANK_MUTATIONS = [
         "_send",
         (
             (
-                "own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)",
-                "now, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)\n"
+                "own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p)",
+                "now, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p)\n"
                 "    self.kept = getattr(self, 'kept', {})\n"
                 "    own = self.kept.get(p, now) if self._rank else now\n"
                 "    self.kept[p] = now.copy()",

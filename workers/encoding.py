@@ -208,15 +208,7 @@ class ErrorFeedback:
         for at in [at for at in sent if at[0] < version - 1]:
             del sent[at]
 
-    def undecided(self, fragment: int) -> bool:
-        """Return whether the fate of a delta is still unknown."""
-        return bool(self._sent.get(fragment))
-
-    def inherit(self, fragment: int, residual: Any) -> None:
-        """Take over the residual of a fragment from the process that served it until now."""
-        self._residuals[fragment] = residual
-
     def reset(self, fragment: int) -> None:
-        """Forget a fragment that went back to an earlier version, or that another process serves from now on."""
+        """Forget a fragment that went back to an earlier version."""
         self._residuals.pop(fragment, None)
         self._sent.pop(fragment, None)

@@ -23,7 +23,6 @@ from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.payload.codec import Payload, PayloadReader, decode
 from diloco.workers.ranks import topology
 from diloco.workers.ranks.gather import Transfers
-from diloco.workers.ranks.placement import ServerPlacement
 from diloco.workers.rounds import Rounds
 from diloco_studies.virtual.memory_fragments import chunk_size
 from tests.ranks.dying import die_as_told
@@ -93,22 +92,16 @@ def keep_adopted() -> None:
             print(f"pulled {p} {number} {base}", flush=True)
         return done
 
-    def giving(self: Any, p: int, number: int, server: int, at_once: bool, own: Any) -> None:
+    def giving(self: Any, p: int, number: int, at_once: bool, own: Any) -> None:
         pieces = [(one.start, one.at, one.elements) for one in self._shares.pieces(rank, p)]
         numpy.savez(f"{folder}/{name}-{rank}-{p}-{number}.npz", own=own, pieces=numpy.array(pieces).reshape(-1, 3))
-        given(self, p, number, server, at_once, own)
+        given(self, p, number, at_once, own)
 
     Transfers._pull, Transfers._given = pulling, giving  # type: ignore[method-assign]
 
 
-def next_one(self: ServerPlacement, p: int) -> int:
-    """Have each fragment go round all ranks."""
-    return (self.servers[p] + 1) % size
-
-
 if os.environ.get("TEST_KEEP"):
     keep_adopted()
-    ServerPlacement.choose = next_one  # type: ignore[method-assign]
 tell_offers()
 count(Payload, "encoded", "sent", lambda index, chunk: chunk_size(chunk))
 count(PayloadReader, "feed", "read", lambda chunk, _: chunk_size(chunk))

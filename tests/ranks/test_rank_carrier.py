@@ -5,11 +5,10 @@ from collections.abc import Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import structlog
 
 from diloco.pipeline.retry import Outages
-from diloco.workers.ranks.placement import SMALL
+from diloco.workers.ranks.placement import SMALL, servers_of
 from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.times import TIMES
@@ -55,7 +54,8 @@ class Servers:
 
 
 def crew(sizes: Sequence[int], ranks: int) -> tuple[Servers, RanksCarrier, InFlight]:
-    servers, in_flight = Servers(ranks), InFlight(sizes)
+    dealt = servers_of(sizes, ranks)
+    servers, in_flight = Servers(ranks), InFlight(sizes, dealt)
     fragments = [SimpleNamespace(elements=size) for size in sizes]
     member: Any = SimpleNamespace(
         learner="l",
@@ -63,7 +63,7 @@ def crew(sizes: Sequence[int], ranks: int) -> tuple[Servers, RanksCarrier, InFli
         outages=Outages(structlog.get_logger(), TIMES.retry),
         layout=SimpleNamespace(fragments=fragments),
     )
-    carrier = RanksCarrier(servers, member, in_flight)  # type: ignore[arg-type]
+    carrier = RanksCarrier(servers, member, in_flight, dealt)  # type: ignore[arg-type]
     carrier.joining = False
     return servers, carrier, in_flight
 
@@ -84,7 +84,7 @@ async def test_a_server_has_one_global_that_is_pulled_and_not_adopted() -> None:
     """However many heads are new: a rank has room for one beside the bases of its fragments."""
     servers, carrier, _ = crew([SMALL] * 6, 2)
     numbers = pull(carrier, *range(6))
-    first = {rank: [p for p in range(6) if carrier._placement.servers[p] == rank] for rank in range(2)}
+    first = {rank: [p for p in range(6) if carrier._servers[p] == rank] for rank in range(2)}
     for turn in range(3):
         await settle()
         for rank in range(2):
@@ -114,33 +114,12 @@ async def test_small_globals_are_pulled_together_and_a_large_one_in_its_turn() -
     assert servers.asked("pull") == [0, 1, 3, 2]
 
 
-async def test_a_pull_that_waits_for_another_server_leaves_its_fragment_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes there once there is room; until then it is snapshot where it is."""
-    _, carrier, in_flight = crew([SMALL] * 4, 2)
-    there = 1 - carrier._placement.servers[0]
-    (other,) = [p for p in (1, 2) if carrier._placement.servers[p] == there][:1]
-    numbers = pull(carrier, other)
-    await settle()
-    monkeypatch.setattr(carrier._placement, "choose", lambda p: there)
-    numbers |= pull(carrier, 0)
-    await settle()
-    assert in_flight.snapshot([0], {0: carrier._placement.servers[0]}) == {0}
-    in_flight.counted([0])
-    in_flight.uploaded(0)
-    carrier.adopted(other, numbers[other].result())
-    await settle()
-    assert numbers[0].done()
-    assert in_flight.snapshot([0], {0: there}) == set()
-
-
 async def test_as_a_learner_leaves_a_server_has_one_snapshot_at_a_time() -> None:
     """As while it trains: ranks need no more memory for it, and all fragments are published."""
     servers, carrier, in_flight = crew([SMALL] * 6, 2)
     in_flight.leave()
     uploads = [
-        asyncio.create_task(
-            carrier.upload(Publication(Base(p, 1, b"", 0), 0, p, 1, 1, True), (None, p % 2), lambda: True)
-        )
+        asyncio.create_task(carrier.upload(Publication(Base(p, 1, b"", 0), 0, p, 1, 1, True), None, lambda: True))
         for p in range(6)
     ]
     for turn in range(3):
@@ -161,7 +140,7 @@ async def test_a_last_snapshot_that_is_of_no_use_when_its_turn_comes_is_not_take
     of_use = [True, True]
     uploads = [
         asyncio.create_task(
-            carrier.upload(Publication(Base(p, 1, b"", 0), 0, p, 1, 1, True), (None, 0), lambda p=p: of_use[p])  # type: ignore[misc]
+            carrier.upload(Publication(Base(p, 1, b"", 0), 0, p, 1, 1, True), None, lambda p=p: of_use[p])  # type: ignore[misc]
         )
         for p in range(2)
     ]

@@ -59,22 +59,20 @@ class NoTransport:
         asyncio.run(self._handlers[what](rank, *said))
 
 
-def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]], sums: Alone | None = None) -> JoinedRank:
+def learner(interval: int, told: list[tuple[Publication, int]], sums: Alone | None = None) -> JoinedRank:
     """Rank 0 of one that has adopted version 3; what it publishes is told, with the step of its snapshot."""
     layout = layout_of((TENSOR,))
     rounds = Rounds(layout, SyncSettings(fragments=1, sync_interval=interval, first_interval=0).sync_spec())
     parameters = SimpleNamespace(overwrite=lambda p, own: None, snapshot=lambda p: SimpleNamespace(numpy=None))
     shared = Shared()
-    part: Any = SimpleNamespace(
-        pulled={(0, 1): (0, np.zeros(2))}, adopted=lambda p, number: None, send=lambda items: None
-    )
+    part: Any = SimpleNamespace(pulled={(0, 1): np.zeros(2)}, adopted=lambda p, number: None, send=lambda items: None)
     exchange = SimpleNamespace(publishing=SimpleNamespace(queue=lambda items, adopted: told.extend(items)))
     rank: Any = SimpleNamespace(
         transfers=part,
         shared=shared,
         exchange=exchange,
         carrier=SimpleNamespace(adopted=lambda p, number: None),
-        in_flight=InFlight([2]),
+        in_flight=InFlight([2], [0]),
         snapshot_requests=SnapshotRequests(NoTransport()),  # type: ignore[arg-type]
         when_done=lambda told, do: do(),
         late=False,
@@ -91,19 +89,19 @@ def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]], sums
 @pytest.mark.parametrize("interval", [3, 4, 24])
 def test_a_snapshot_is_of_the_step_at_which_its_fragment_is_due(interval: int) -> None:
     """The interval is as long as for a learner of one process, though ranks agree some steps ahead."""
-    told: list[tuple[Publication, tuple[int, int]]] = []
+    told: list[tuple[Publication, int]] = []
     joined = learner(interval, told)
     joined.adopt()
     for _ in range(2 * interval + 3):
         joined.stepped(10)
-    publication, (step, _) = told[0]
+    publication, step = told[0]
     first = interval + 1  # the first round of one who joins later has its fragment's turn on top
     assert (step, publication.steps, publication.tokens, publication.due) == (first, first, 10 * first, True)
 
 
 def test_a_window_that_opens_is_followed_at_the_end_of_the_step() -> None:
     """As by a learner of one process: the exchange tells all ranks at once."""
-    told: list[tuple[Publication, tuple[int, int]]] = []
+    told: list[tuple[Publication, int]] = []
     joined = learner(24, told)
     joined.adopt()
     for _ in range(5):
@@ -113,7 +111,7 @@ def test_a_window_that_opens_is_followed_at_the_end_of_the_step() -> None:
     assert told == []
     joined.stepped(10)
     ((publication, taken),) = told
-    assert taken == (6, 0)
+    assert taken == 6
     assert (publication.steps, publication.tokens, publication.due) == (6, 60, False)
 
 
@@ -222,7 +220,7 @@ def test_the_exchange_never_waits_for_a_sum_that_is_not_there() -> None:
 def race(locked: bool) -> bool:
     """Have two threads count the same steps, with something to be published at each; whether each was counted once."""
     interval_s = sys.getswitchinterval()
-    told: list[tuple[Publication, tuple[int, int]]] = []
+    told: list[tuple[Publication, int]] = []
     joined: Any = learner(24, told, Late())
     joined.adopt()
     if not locked:
@@ -257,7 +255,7 @@ def race(locked: bool) -> bool:
     thread.join(HANGING_S)
     assert not thread.is_alive()
     rounds = joined.training.rounds
-    of_their_steps = all((one.steps, one.tokens) == (step, 10 * step) for one, (step, _) in told)
+    of_their_steps = all((one.steps, one.tokens) == (step, 10 * step) for one, step in told)
     in_order = [one.serial for one, _ in told] == list(range(1, len(told) + 1))
     met = len(told) > 10
     return met and (rounds.steps, rounds.tokens) == (steps, 10 * steps) and of_their_steps and in_order and not errors

@@ -59,7 +59,7 @@ class Joined(JoinedRank):
     party: "WorldRank"
 
     def _queue(self, items: Iterable[tuple[Publication, Any]], adopted: bool) -> None:
-        for publication, (tag, _) in items:
+        for publication, tag in items:
             self.party.alike.published(publication, tag, self.party.final)
         super()._queue(items, adopted)
 

@@ -37,8 +37,6 @@ from diloco.workers.rounds import Base, Publication
 
 # Returns a rank's own vector of a fragment as it was at the snapshot; may wait for a device.
 TakeSnapshot = Callable[[], Float32]
-# Stands for the number of a global where a fragment's residual arrives; those of globals begin at 1.
-RESIDUAL = 0
 
 
 @dataclass(slots=True)
@@ -119,13 +117,13 @@ class Transfers:
         self._transport, self._member, self._shares, self._snapshot = transport, member, shares, snapshot
         self._rank, self._overwrite = transport.rank, overwrite
         self._carrier = OwnCarrier(member, initial=self._no_initial)
-        self.pulled: dict[tuple[int, int], tuple[int, Float32 | None]] = {}
-        """Maps (fragment, number of its global) to its server and this rank's own vector (elements,), or None if it is
-        adopted. The training thread takes entries out."""
+        self.pulled: dict[tuple[int, int], Float32 | None] = {}
+        """Maps (fragment, number of its global) to this rank's own vector (elements,), or None if it is adopted. The
+        training thread takes entries out."""
         self._not_finite = set[int]()
         """Fragments whose last snapshot on this rank had values that are not finite."""
         self._arriving: dict[tuple[int, int], Float32] = {}
-        """Maps (fragment, number of its global, or `RESIDUAL`) to a vector of which slices are missing."""
+        """Maps (fragment, number of its global) to a vector of which slices are missing."""
         self._bases: dict[tuple[int, int], Base] = {}
         self._adopted: dict[int, int] = {}
         """Maps a fragment that this rank serves to the number of the adopted global."""
@@ -142,9 +140,6 @@ class Transfers:
             initial=self._upload_initial,
             pull=self._pull,
             give=self._give,
-            hand=self._hand_over_fragment,
-            inherit=self._inherit,
-            drop=self._drop,
             merged=self._merged,
             passed=self._passed,
             reset=self._reset,
@@ -156,29 +151,29 @@ class Transfers:
 
     # --- snapshots ----------------------------------------------------------------------------------------
 
-    def send(self, items: Sequence[tuple[int, int, int, TakeSnapshot | None]]) -> None:
+    def send(self, items: Sequence[tuple[int, int, TakeSnapshot | None]]) -> None:
         """Send snapshots to their servers.
 
-        items: (fragment, tag of the snapshot, server, this rank's vector, or None if it has nothing to send).
+        items: (fragment, tag of the snapshot, this rank's vector, or None if it has nothing to send).
         """
         for item in items:
             self._transport.start_task(self._begin(*item))
 
-    def _begin(self, p: int, tag: int, server: int, snapshot: TakeSnapshot | None) -> Coroutine[Any, Any, None]:
+    def _begin(self, p: int, tag: int, snapshot: TakeSnapshot | None) -> Coroutine[Any, Any, None]:
         """Return the coroutine that sends a snapshot. The base is fixed here, before another one can be adopted."""
-        if server == self._rank:
+        if self._shares.servers[p] == self._rank:
             self._gathered(p, tag).begin(self._bases.get((p, self._adopted.get(p, 0))))
-        return self._send(p, tag, server, snapshot)
+        return self._send(p, tag, snapshot)
 
-    async def _send(self, p: int, tag: int, server: int, snapshot: TakeSnapshot | None) -> None:
+    async def _send(self, p: int, tag: int, snapshot: TakeSnapshot | None) -> None:
         if snapshot is None:
             return
-        own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)
+        own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p)
         self._warn_if_not_finite(await self._member.offload(_is_finite, own), p)
-        if server == self._rank:
+        if (server := self._shares.servers[p]) == self._rank:
             await self._gathered(p, tag).take(own, pieces, self._member.offload)
             return
-        for number, group in enumerate(self._shares.slices(self._rank, p, server)):
+        for number, group in enumerate(self._shares.slices(self._rank, p)):
             await self._transport.ask(server, "take", p, tag, number, vector=_cut(own, group))
 
     def _warn_if_not_finite(self, finite: bool, p: int) -> None:
@@ -192,9 +187,9 @@ class Transfers:
             self._member.log.warning("rank_not_finite", rank=self._rank, fragment=p, detail=detail)
         self._not_finite.add(p)
 
-    async def _take_snapshot(self, _: int, p: int, tag: int, server: int) -> None:
+    async def _take_snapshot(self, _: int, p: int, tag: int) -> None:
         await self.training_idle.wait()
-        await self._begin(p, tag, server, self._snapshot(p) if self._shares.sent(self._rank, p, server) else None)
+        await self._begin(p, tag, self._snapshot(p) if self._shares.sent(self._rank, p) else None)
 
     def _gathered(self, p: int, tag: int) -> _Gathering:
         """Return the gathering of a snapshot. It is created by whichever message about the snapshot arrives first."""
@@ -205,7 +200,7 @@ class Transfers:
 
     async def _take(self, rank: int, p: int, tag: int, number: int, vector: Float32) -> None:
         at, group = 0, list[Piece]()
-        sent = self._shares.slices(rank, p, self._rank)[number]
+        sent = self._shares.slices(rank, p)[number]
         _check_size(rank, p, vector, elements(sent))
         for piece in sent:
             group.append(Piece(piece.start, at, piece.elements))
@@ -254,7 +249,7 @@ class Transfers:
         for rank in range(self._shares.ranks):
             pieces = self._shares.pieces(rank, p)
             if rank == self._rank:
-                self._given(p, number, rank, at_once, await member.offload(own_values, flat, pieces))
+                self._given(p, number, at_once, await member.offload(own_values, flat, pieces))
                 continue
             for group, taken in enumerate(in_slices(pieces)):
                 vector = _joined([flat[one.start : one.start + one.elements] for one in taken])
@@ -262,22 +257,19 @@ class Transfers:
         return True
 
     async def _give(self, server: int, p: int, number: int, at_once: bool, group: int, vector: Float32) -> None:
-        size = elements(self._shares.pieces(self._rank, p))
-        if (own := self._collect(server, (p, number), size, group * SLICE, vector)) is not None:
-            self._given(p, number, server, at_once, own)
-
-    def _collect(self, rank: int, key: tuple[int, int], size: int, start: int, vector: Float32) -> Float32 | None:
-        """Store a slice of a vector (size,) that a rank sends in order; return the vector once it is complete."""
+        """Store a slice of this rank's own vector, of which the server sends the slices in order."""
+        key, size, start = (p, number), elements(self._shares.pieces(self._rank, p)), group * SLICE
         if start == 0:
             self._arriving[key] = pooled(size, np.float32)
-        _check_size(rank, key[0], vector, min(SLICE, size - start))
+        _check_size(server, p, vector, min(SLICE, size - start))
         self._arriving[key][start : start + len(vector)] = vector
-        return self._arriving.pop(key) if start + len(vector) == size else None
+        if start + len(vector) == size:
+            self._given(p, number, at_once, self._arriving.pop(key))
 
-    def _given(self, p: int, number: int, server: int, at_once: bool, own: Float32) -> None:
+    def _given(self, p: int, number: int, at_once: bool, own: Float32) -> None:
         if at_once:
             self._overwrite(p, own)
-        self.pulled[p, number] = server, None if at_once else own
+        self.pulled[p, number] = None if at_once else own
 
     def adopted(self, p: int, number: int) -> None:
         """Record that the training thread has adopted this global, and drop the older ones."""
@@ -286,26 +278,6 @@ class Transfers:
             for q, other in list(kept):
                 if q == p and other < number:
                     kept.pop((q, other), None)
-
-    # --- a fragment goes to another server --------------------------------------------------------------
-
-    async def _hand_over_fragment(self, _: int, p: int, server: int) -> bool:
-        """Send another server what it needs to take over a fragment. Return False while a delta's fate is unknown."""
-        feedback = self._carrier.feedback
-        if feedback.undecided(p):
-            return False
-        if (residual := feedback.residual(p)) is not None:
-            for start in range(0, len(residual), SLICE):
-                await self._transport.ask(server, "inherit", p, start, vector=residual[start : start + SLICE])
-        return True
-
-    async def _inherit(self, rank: int, p: int, start: int, vector: Float32) -> None:
-        size = self._member.layout.fragments[p].elements
-        if (residual := self._collect(rank, (p, RESIDUAL), size, start, vector)) is not None:
-            self._carrier.feedback.inherit(p, residual)
-
-    async def _drop(self, _: int, p: int) -> None:
-        self._carrier.drop(p)
 
     def forget(self) -> None:
         """Release everything held of the fragments; the thread has ended."""

@@ -6,13 +6,9 @@ are given in elements of the flattened tensor. A shard may be empty, and the sha
 size. A rank's own flat vector of a fragment consists of the elements that it holds of each of the fragment's tensors,
 in the layout's order. A piece is a run of elements that is contiguous both there and in the fragment's flat vector.
 
-A fragment's server gathers, encodes, uploads and pulls it, and keeps its base and its error-feedback residual. At first
-the fragments are dealt out, the largest first, each to the rank that has the fewest elements. With eight equal
-fragments over three ranks that gives 3, 3 and 2, and two ranks would carry an eighth more than their share. So a
-fragment may move to another rank with each new global: it moves to the rank that has carried the least so far among
-those with memory for it, provided that its current server is ahead of that rank by more than the fragment's size. A
-rank has memory for as many fragments of the largest size as the fullest rank has at first. Where no rank has enough, as
-with eight fragments over two or four ranks, all fragments stay.
+A fragment's server gathers, encodes, uploads and pulls it, and keeps its base and its error-feedback residual. It is
+the same rank for the whole run: the fragments are dealt out, the largest first, each to the rank that has the fewest
+elements.
 """
 
 import math
@@ -22,7 +18,7 @@ from functools import cache
 from itertools import takewhile
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
+from diloco.pipeline.fragments import FragmentLayout, Layout, Slot, spread
 from diloco.pipeline.messages.wire import AVERAGED
 
 # Elements [start, stop) of a flattened tensor.
@@ -72,6 +68,12 @@ def sources(ranges: Sequence[Range], elements: int, name: str, first: int) -> fr
     return frozenset(min(ranks, key=lambda rank: (rank - first) % len(ranges)) for ranks in holders.values())
 
 
+def servers_of(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return each fragment's server. sizes: number of elements of each fragment."""
+    servers = spread(sorted(enumerate(sizes), key=lambda one: (-one[1], one[0])), ranks)
+    return [servers[p] for p in range(len(sizes))]
+
+
 def local_layout(layout: Layout, ranges: Ranges) -> Layout:
     """Return the layout of the flat vectors of a rank that holds these ranges (`Shares.local`)."""
     fragments = []
@@ -108,11 +110,13 @@ class Shares:
         """
         self.layout, self.ranks = layout, len(held)
         self._held = held
+        self.servers = servers_of([fragment.elements for fragment in layout.fragments], len(held))
+        """The server of each fragment."""
         self.pieces, self.sent = cache(self._all_pieces), cache(self._sent_pieces)
         self.slices = cache(self._sent_slices)
         for fragment in layout.fragments:
             for slot in fragment.slots:
-                self._sources(slot, 0)
+                self._sources(slot, self.servers[fragment.id])
 
     def local(self, rank: int) -> Layout:
         """Return the layout of a rank's own flat vectors, with the whole layout's digest. A fragment may be empty
@@ -127,13 +131,14 @@ class Shares:
         """Return all pieces of a fragment that a rank holds; together they are its own flat vector."""
         return tuple(piece for _, piece in self._pieces(rank, fragment))
 
-    def _sent_pieces(self, rank: int, fragment: int, server: int) -> tuple[Piece, ...]:
+    def _sent_pieces(self, rank: int, fragment: int) -> tuple[Piece, ...]:
         """Return the pieces that a rank sends when the fragment's server gathers the fragment."""
+        server = self.servers[fragment]
         return tuple(piece for slot, piece in self._pieces(rank, fragment) if rank in self._sources(slot, server))
 
-    def _sent_slices(self, rank: int, fragment: int, server: int) -> list[list[Piece]]:
+    def _sent_slices(self, rank: int, fragment: int) -> list[list[Piece]]:
         """Return the pieces that a rank sends, grouped by message."""
-        return in_slices(self._sent_pieces(rank, fragment, server))
+        return in_slices(self._sent_pieces(rank, fragment))
 
     def _sources(self, slot: Slot, server: int) -> frozenset[int]:
         tensor = slot.tensor
@@ -170,35 +175,6 @@ def elements(pieces: Iterable[Piece]) -> int:
     return sum(piece.elements for piece in pieces)
 
 
-class ServerPlacement:
-    """The servers of one learner's fragments. Rank 0 keeps this record."""
-
-    def __init__(self, elements: Sequence[int], ranks: int) -> None:
-        """elements: number of elements of each fragment."""
-        self._elements, self._carried = elements, [0] * ranks
-        self._load = [0] * ranks
-        self.servers = [0] * len(elements)
-        """The rank that has the newest global of each fragment, by fragment."""
-        for p in sorted(range(len(elements)), key=lambda p: (-elements[p], p)):
-            self.servers[p] = min(range(ranks), key=lambda rank: (self._load[rank], rank))
-            self._load[self.servers[p]] += elements[p]
-        self._room = max(*self._load, -(-len(elements) // ranks) * max(elements))
-
-    def choose(self, p: int) -> int:
-        """Return the rank that should have the fragment's next global."""
-        size, now = self._elements[p], self.servers[p]
-        fit = [rank for rank, load in enumerate(self._load) if rank == now or load + size <= self._room]
-        least = min(fit, key=lambda rank: (self._carried[rank], rank))
-        return least if self._carried[now] - self._carried[least] > size else now
-
-    def carried(self, p: int, rank: int) -> None:
-        """Record that the rank now has the fragment's newest global."""
-        self._load[self.servers[p]] -= self._elements[p]
-        self._load[rank] += self._elements[p]
-        self._carried[rank] += self._elements[p]
-        self.servers[p] = rank
-
-
 # Elements. A server may have several fragments in flight up to this total: with small fragments one at a time would
 # leave it idle, since it can carry several in one step.
 SMALL = 2**22
@@ -212,35 +188,36 @@ class Capacity:
     server, would wait forever where small ones always overlap.
     """
 
-    def __init__(self, elements: Sequence[int]) -> None:
-        """elements: number of elements of each fragment."""
-        self._elements = elements
-        self.taken: dict[int, int] = {}
-        """Maps a fragment in flight to its server."""
-        self._waiting: dict[int, int] = {}
-        """Maps a fragment that found no memory to the server it is waiting for, in the order of asking."""
+    def __init__(self, elements: Sequence[int], servers: Sequence[int]) -> None:
+        """elements, servers: number of elements and server of each fragment."""
+        self._elements, self._servers = elements, servers
+        self.taken: set[int] = set()
+        """The fragments in flight."""
+        self._waiting: dict[int, None] = {}
+        """The fragments that found no memory, in the order of asking."""
 
-    def has(self, p: int, server: int) -> bool:
+    def _has(self, p: int) -> bool:
         """Return whether the server has memory for the fragment and no other fragment has waited longer."""
-        others = [self._elements[q] for q, one in self.taken.items() if one == server]
+        server = self._servers[p]
+        others = [self._elements[q] for q in self.taken if self._servers[q] == server]
         before = takewhile(lambda q: q != p, self._waiting)
         fits = not others or sum(others) + self._elements[p] <= SMALL
-        return fits and all(self._waiting[q] != server for q in before)
+        return fits and all(self._servers[q] != server for q in before)
 
-    def take(self, p: int, server: int) -> bool:
+    def take(self, p: int) -> bool:
         """Reserve memory for a fragment. Return False if there is none; it then queues and must ask again."""
-        if not self.has(p, server):
-            self._waiting[p] = server
+        if not self._has(p):
+            self._waiting[p] = None
             return False
         self._waiting.pop(p, None)
-        self.taken[p] = server
+        self.taken.add(p)
         return True
 
     def free(self, p: int) -> None:
         """Release the memory reserved for the fragment, if any."""
-        self.taken.pop(p, None)
+        self.taken.discard(p)
 
     def in_turn(self, asking: Collection[int]) -> list[int]:
         """Return these fragments in the order in which they should ask; all others leave the queue."""
-        self._waiting = {p: server for p, server in self._waiting.items() if p in asking}
+        self._waiting = {p: None for p in self._waiting if p in asking}
         return [*self._waiting, *(p for p in asking if p not in self._waiting)]

@@ -9,15 +9,15 @@ from typing import Any
 from diloco.pipeline.messages.fragment import Contribution, Head, MergedBase
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
-from diloco.workers.ranks.placement import Capacity, ServerPlacement
+from diloco.workers.ranks.placement import Capacity
 from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Publication
 
 # Fields of a publication that travel to the server. The base does not: the server has its own.
 PUBLICATION_FIELDS = "attempt", "serial", "steps", "tokens", "due", "renews"
-# A snapshot: its tag, which is the number of the step at which it was taken, and its server. Tag None: the snapshot is
-# to be taken now, while training waits.
-SnapshotAt = tuple[int | None, int]
+# A snapshot's tag, which is the number of the step at which it was taken; None: it is to be taken now, while training
+# waits.
+SnapshotAt = int | None
 
 
 class SnapshotRequests:
@@ -61,24 +61,19 @@ class SnapshotRequests:
 
 
 class InFlight:
-    """Rank 0's record of decisions that are not counted yet, uploads in flight, and fragments that move to another
-    server.
+    """Rank 0's record of decisions that are not counted yet, and of uploads in flight.
 
     At any time at most one thing happens to a fragment. A server has as many snapshots in flight as fit into its
-    memory, even while the learner leaves. A fragment does not move to another server between the decision to take a
-    snapshot of it and the end of that upload, and no snapshot of it is taken while it moves. Hence one server feeds a
-    residual, and the server that made a delta learns the delta's fate.
+    memory, even while the learner leaves.
 
-    The training thread decides on adoptions, the exchange thread moves fragments, and both request snapshots: hence the
-    lock.
+    The training thread decides on adoptions, and both threads request snapshots: hence the lock.
     """
 
-    def __init__(self, elements: Sequence[int]) -> None:
-        """elements: number of elements of each fragment."""
-        self._room, self._lock = Capacity(elements), threading.Lock()
+    def __init__(self, elements: Sequence[int], servers: Sequence[int]) -> None:
+        """elements, servers: number of elements and server of each fragment."""
+        self._room, self._lock = Capacity(elements, servers), threading.Lock()
         """The memory is reserved from the decision to take a snapshot until the snapshot is uploaded."""
         self._fragments: set[int] = set()
-        self._moving: set[int] = set()
         self._leaving = False
 
     def adopt(self, pulled: Iterable[int]) -> frozenset[int]:
@@ -92,19 +87,14 @@ class InFlight:
             self._fragments |= adoptions
             return adoptions
 
-    def snapshot(self, due: Iterable[int], servers: Mapping[int, int]) -> frozenset[int]:
-        """Return the fragments to snapshot now.
-
-        Args:
-            due: fragments to be published, each once.
-            servers: the server of each adopted fragment.
-        """
+    def snapshot(self, due: Iterable[int]) -> frozenset[int]:
+        """Return the fragments to snapshot now. due: fragments to be published, each once."""
         with self._lock:
             if self._leaving:
                 return frozenset()
-            busy = self._room.taken.keys() | self._fragments | self._moving
+            busy = self._room.taken | self._fragments
             asking = self._room.in_turn([p for p in due if p not in busy])
-            snapshots = frozenset([p for p in asking if self._room.take(p, servers[p])])
+            snapshots = frozenset([p for p in asking if self._room.take(p)])
             self._fragments |= snapshots
             return snapshots
 
@@ -125,28 +115,15 @@ class InFlight:
             self._fragments.clear()
             self._room.in_turn([])
 
-    def last(self, p: int, server: int) -> bool:
+    def last(self, p: int) -> bool:
         """Return whether the last snapshot of a fragment may be taken now; if not, ask again after another upload."""
         with self._lock:
-            return self._room.take(p, server)
+            return self._room.take(p)
 
     def uploaded(self, p: int) -> None:
         """Record that the fragment's snapshot is uploaded, or never will be."""
         with self._lock:
             self._room.free(p)
-
-    def move(self, p: int) -> bool:
-        """Return whether the fragment may move to another server. If True, it counts as moving until `moved`."""
-        with self._lock:
-            free = p not in self._room.taken
-            if free:
-                self._moving.add(p)
-            return free
-
-    def moved(self, p: int) -> None:
-        """Record that the move ended: all ranks adopted the fragment from its new server, or it did not move."""
-        with self._lock:
-            self._moving.discard(p)
 
 
 class RanksCarrier:
@@ -157,19 +134,18 @@ class RanksCarrier:
     negative tags, so that they cannot collide with step numbers.
     """
 
-    def __init__(self, transport: Transport, member: Member, in_flight: InFlight) -> None:
-        self._transport, self._in_flight = transport, in_flight
+    def __init__(self, transport: Transport, member: Member, in_flight: InFlight, servers: Sequence[int]) -> None:
+        """servers: the server of each fragment."""
+        self._transport, self._in_flight, self._servers = transport, in_flight, servers
         self._me, self._outages = (member.learner, member.incarnation), member.outages
         sizes = [fragment.elements for fragment in member.layout.fragments]
-        self._placement, self._room = ServerPlacement(sizes, transport.ranks), Capacity(sizes)
+        self._room = Capacity(sizes, servers)
         self.lanes = len(sizes)
         self.feedback = self
         self.joining = True
         """True until training begins: what is pulled is then adopted at once."""
         self._pulled: dict[int, int] = {}
         """Maps a fragment to the number of its newest global; 0 if that was adopted at once."""
-        self._before: dict[int, int] = {}
-        """Maps a fragment of which a global is pulled or being pulled to the server that it had until then."""
         self._adopted, self._uploaded = asyncio.Condition(), asyncio.Event()
         self._numbers, self._tags = itertools.count(1), itertools.count(-1, -1)
 
@@ -181,71 +157,42 @@ class RanksCarrier:
         p, number, at_once = choose().fragment, next(self._numbers), self.joining
         pulling = self._transport.start_task(self._pull(p, choose, number, at_once))
         try:
-            server = await asyncio.shield(pulling)
+            pulled = await asyncio.shield(pulling)
         except asyncio.CancelledError:
             # The server continues with the pull. Its memory must be released when that ends, or it would stay reserved
             # forever.
             self._transport.start_task(self._give_up(p, pulling))
             raise
-        if server is None:
+        if not pulled:
             return None
         self._pulled[p] = 0 if at_once else number
-        self._placement.carried(p, server)
         if at_once:
             await self._free_room(p)
         return number
 
-    async def _pull(self, p: int, choose: Callable[[], Head], number: int, at_once: bool) -> int | None:
-        """Return the server from which all ranks now have the global; None if a newer global replaced it meanwhile."""
+    async def _pull(self, p: int, choose: Callable[[], Head], number: int, at_once: bool) -> bool:
+        """Return whether all ranks now have the global; False if a newer one replaced it meanwhile."""
 
         async def pull() -> bool:
-            return bool(await self._transport.ask(server, "pull", p, number, at_once, codec.encode(choose())))
+            return bool(await self._transport.ask(self._servers[p], "pull", p, number, at_once, codec.encode(choose())))
 
-        server = await self._take_room(p, moves=True)
-        if not await self._handed_over(p, server):
-            await self._free_room(p)
-            server = await self._take_room(p, moves=False)
-        if await self._outages.retry(pull):
-            return server
-        await self._free_room(p)
-        return None
-
-    async def _give_up(self, p: int, pulling: "asyncio.Task[int | None]") -> None:
-        """Release the memory of a pulled global that will not be adopted; the fragment stays with its server."""
-        if await pulling is not None:
-            await self._free_room(p)
-
-    async def _take_room(self, p: int, *, moves: bool) -> int:
-        """Wait until the fragment's next server has memory for it, reserve it, and return the server."""
         async with self._adopted:
-            while p in self._room.taken or not self._room.take(p, server := self._choose(p, moves)):
-                await self._adopted.wait()
-            self._before[p] = self._placement.servers[p]
-            return server
+            await self._adopted.wait_for(lambda: p not in self._room.taken and self._room.take(p))
+        if await self._outages.retry(pull):
+            return True
+        await self._free_room(p)
+        return False
 
-    def _choose(self, p: int, moves: bool) -> int:
-        """Return the fragment's next server. `moves`: it may differ from the current one.
-
-        A move begins only once the new server has memory for the fragment: no snapshot of the fragment can be taken
-        while it moves, so an early start would delay its publication.
-        """
-        now = self._placement.servers[p]
-        server = self._placement.choose(p) if moves else now
-        return now if server != now and self._room.has(p, server) and not self._in_flight.move(p) else server
+    async def _give_up(self, p: int, pulling: "asyncio.Task[bool]") -> None:
+        """Release the memory of a pulled global that will not be adopted."""
+        if await pulling:
+            await self._free_room(p)
 
     async def _free_room(self, p: int) -> None:
-        """Release the memory: the global is adopted or dropped. A server that lost the fragment drops its data."""
-        for server in {self._before[p], self._room.taken[p]} - {self._placement.servers[p]}:
-            await self._transport.ask(server, "drop", p)
-        self._in_flight.moved(p)
+        """Release the memory: the global is adopted or dropped."""
         async with self._adopted:
             self._room.free(p)
             self._adopted.notify_all()
-
-    async def _handed_over(self, p: int, server: int) -> bool:
-        """Return whether `server` has all it needs to continue with the fragment."""
-        now = self._placement.servers[p]
-        return server == now or p not in self._pulled or bool(await self._transport.ask(now, "hand", p, server))
 
     def adopted(self, p: int, number: int) -> None:
         """Record that all ranks adopted this global at the current step."""
@@ -254,17 +201,18 @@ class RanksCarrier:
 
     async def upload(self, publication: Publication, values: SnapshotAt, of_use: Callable[[], bool]) -> bool:
         """Let the fragment's server upload a delta; implements `Carrier.upload`."""
-        p, (tag, server) = publication.base.fragment, values
+        p, tag = publication.base.fragment, values
+        server = self._servers[p]
         fields = {name: getattr(publication, name) for name in PUBLICATION_FIELDS}
         try:
-            while tag is None and not self._in_flight.last(p, server):
+            while tag is None and not self._in_flight.last(p):
                 self._uploaded.clear()
                 await self._uploaded.wait()
             if not of_use():
                 if tag is not None:
                     self._transport.notify(server, "forget", p, tag)
                 return False
-            tag = await self._snapshot(p, server) if tag is None else tag
+            tag = await self._snapshot(p) if tag is None else tag
             return bool(await self._transport.ask(server, "upload", p, tag, fields))
         finally:
             self._in_flight.uploaded(p)
@@ -272,13 +220,12 @@ class RanksCarrier:
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
         """Let the fragment's server upload version 0; implements `Carrier.upload_initial`."""
-        server = self._placement.servers[fragment]
-        tag = 0 if fragment in self._pulled else await self._snapshot(fragment, server)
-        return int(await self._transport.ask(server, "initial", fragment, tag, nonce))
+        tag = 0 if fragment in self._pulled else await self._snapshot(fragment)
+        return int(await self._transport.ask(self._servers[fragment], "initial", fragment, tag, nonce))
 
-    async def _snapshot(self, p: int, server: int) -> int:
+    async def _snapshot(self, p: int) -> int:
         tag = next(self._tags)
-        await self._transport.ask_all("snapshot", p, tag, server)
+        await self._transport.ask_all("snapshot", p, tag)
         return tag
 
     # --- feedback -----------------------------------------------------------------------------------------
@@ -287,12 +234,12 @@ class RanksCarrier:
         """Forward the learner's merged deltas to the fragment's server; implements `ErrorFeedback.merged`."""
         own = [(one.base_version, one.tokens) for one in parts if (one.learner, one.incarnation) == self._me]
         if own:
-            self._transport.notify(self._placement.servers[fragment], "merged", fragment, own)
+            self._transport.notify(self._servers[fragment], "merged", fragment, own)
 
     def passed(self, fragment: int, version: int) -> None:
         """Forward this to the fragment's server; implements `ErrorFeedback.passed`."""
-        self._transport.notify(self._placement.servers[fragment], "passed", fragment, version)
+        self._transport.notify(self._servers[fragment], "passed", fragment, version)
 
     def reset(self, fragment: int) -> None:
         """Forward this to the fragment's server; implements `ErrorFeedback.reset`."""
-        self._transport.notify(self._placement.servers[fragment], "reset", fragment)
+        self._transport.notify(self._servers[fragment], "reset", fragment)

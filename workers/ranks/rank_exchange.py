@@ -248,13 +248,14 @@ class RankExchange:
         """Work as rank 0, which speaks for all ranks, until cancelled."""
         training, transport, bus = self._training, self._transport, self._bus
         transfers, carriers = list[Transfers](), list[RanksCarrier]()
-        in_flight = InFlight([fragment.elements for fragment in self._shares.layout.fragments])
+        servers = self._shares.servers
+        in_flight = InFlight([fragment.elements for fragment in self._shares.layout.fragments], servers)
         who = training.learner, training.incarnation
         joining = Joining(bus, self._clock, *who, training.report, offload=self._offload, encoder=OnHost(AT_ONCE))
 
         def make_carrier(member: Member) -> Carrier[SnapshotAt]:
             transfers.append(self._transfers(member))
-            carriers.append(RanksCarrier(transport, member, in_flight))
+            carriers.append(RanksCarrier(transport, member, in_flight, servers))
             return carriers[0]
 
         # Not before all ranks are at work: one that does not reach Redis yet would not read what it is sent.

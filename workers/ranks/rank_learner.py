@@ -56,7 +56,6 @@ class _Taken(NamedTuple):
     """A snapshot of a fragment that grants a request."""
 
     request: int
-    server: int
     snapshot: TakeSnapshot | None
     """None if this rank has nothing to send of the fragment."""
 
@@ -87,8 +86,6 @@ class JoinedRank:
         self._steps = 0
         self._step: _Step | None = None
         """The last step, until its sum is settled."""
-        self._servers: dict[int, int] = {}
-        """Maps a fragment to the rank that has the base of what was adopted."""
         self._adopted: list[Base] = []
         """The bases adopted at this step. This and the next one are used only at rank 0."""
         self._bases: dict[int, Base] = {}
@@ -156,9 +153,7 @@ class JoinedRank:
         self._rank.exit_barrier.steps = self._steps = self._steps + 1
         self._compare()
         before, decided = self._settle(), self._decide()
-        taken = {
-            p: _Taken(request, self._servers[p], self._own_snapshot(p)) for p, request in requests.ungranted(newest)
-        }
+        taken = {p: _Taken(request, self._own_snapshot(p)) for p, request in requests.ungranted(newest)}
         fragments, stop = len(self.training.layout.fragments), self._stopping.heard > 0
         total = self._group.start_sum(encode(tokens, stop, fragments, taken, decided))
         self._step = step = _Step(self._steps, total, taken, self._adopted)
@@ -190,7 +185,7 @@ class JoinedRank:
         assert in_flight is not None  # noqa: S101  # it is rank 0
         with self._lock:
             due = rounds.wanted(shared.windows, shared.uploaded, self._steps + 1 - self._counted)
-            wanted = in_flight.snapshot([p for p in due if p not in shared.adoptions], self._servers)
+            wanted = in_flight.snapshot([p for p in due if p not in shared.adoptions])
         if wanted:
             self.thread.call(self._rank.snapshot_requests.make, wanted)
 
@@ -212,16 +207,14 @@ class JoinedRank:
         return agreed.tokens
 
     def _adopt(self, p: int, number: int) -> None:
-        server, own = self._rank.transfers.pulled.pop((p, number))
-        if own is not None:
+        if (own := self._rank.transfers.pulled.pop((p, number))) is not None:
             self.training.parameters.overwrite(p, own)
-        self._servers[p] = server
         self.thread.call(self._rank.transfers.adopted, p, number)
         if self._rank.carrier is not None:
             self.thread.call(self._rank.carrier.adopted, p, number)
 
     def _own_snapshot(self, p: int) -> TakeSnapshot | None:
-        sent = self._shares.sent(self._number, p, self._servers[p])
+        sent = self._shares.sent(self._number, p)
         return self.training.parameters.snapshot(p).numpy if sent else None
 
     def _count(self, step: _Step) -> StepSum:
@@ -241,7 +234,7 @@ class JoinedRank:
         for p in sorted(agreed.snapshots):
             taken = step.taken[p]
             self._rank.snapshot_requests.granted(p, taken.request)
-            items.append((p, step.number, taken.server, taken.snapshot))
+            items.append((p, step.number, taken.snapshot))
         if items:
             self.thread.call(self._rank.transfers.send, items)
         if self._rank.exchange is not None:  # only rank 0 publishes
@@ -257,10 +250,7 @@ class JoinedRank:
         if shared.offer_again:
             shared.offer_again = False
             rounds.offer_again()
-        items = []
-        for p in sorted(agreed.snapshots):
-            taken = step.number, step.taken[p].server
-            items.append((rounds.publication(p, shared.windows), taken))
+        items = [(rounds.publication(p, shared.windows), step.number) for p in sorted(agreed.snapshots)]
         rank.in_flight.counted([*agreed.snapshots, *(base.fragment for base in step.adopted)])
         if items or step.adopted:
             self.thread.call(self._queue, items, bool(step.adopted))
@@ -299,8 +289,7 @@ class JoinedRank:
             leaving = self.thread.ask(rank.wait_for_goodbye(2 * within_s + GOODBYE_S))
         else:
             for publication in last:
-                server = self._servers[publication.base.fragment]
-                self.thread.call(self._queue, [(publication, (None, server))], False)
+                self.thread.call(self._queue, [(publication, None)], False)
             leaving = self.thread.ask(self._leave_all(rank.exchange, within_s))
         training.keeper.close(self.shared, save_state, within_s)
         return self.thread.left_in_order(leaving)
