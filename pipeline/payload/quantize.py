@@ -108,14 +108,13 @@ class Encoding:
         self._values, self._work = np.empty(shape, np.float32), np.empty(shape, np.float32)
         self._codes = np.empty(shape, np.uint8)
 
-    def add(self, piece: npt.NDArray[Any], error: Float32 | None = None, decoded: Float32 | None = None) -> int:
+    def add(self, piece: npt.NDArray[Any], error: Float32 | None = None) -> int:
         """Encode the next `GROUP` elements, or the rest if there are fewer; return how many bytes of `wire` are final.
 
         Args:
             piece: (elements,) float32 or bfloat16, contiguous.
             error: (elements,), overwritten with the quantization error, `piece` minus the decoded values; may be
                 `piece` itself.
-            decoded: (elements,), overwritten with the decoded values.
         """
         group = _Group(self.wire, self._at, self._elements, self._kind)
         if len(piece) != min(GROUP, self._elements - self._at):
@@ -123,13 +122,10 @@ class Encoding:
                 f"{len(piece)} elements at {self._at} of {self._elements}: pass {GROUP} at a time, or the rest"
             )
         self._encode(piece, group.scales, group.codes)
-        if error is not None or decoded is not None:
-            found = self._work[: len(group.scales)].reshape(-1)
-            _decode(group, self._kind, found)
-            if decoded is not None:
-                np.copyto(decoded, found[: len(piece)])
-            if error is not None:
-                np.subtract(piece, found[: len(piece)], out=error, dtype=np.float32)
+        if error is not None:
+            decoded = self._work[: len(group.scales)].reshape(-1)
+            _decode(group, self._kind, decoded)
+            np.subtract(piece, decoded[: len(piece)], out=error, dtype=np.float32)
         self._at += len(piece)
         return group.end
 
