@@ -126,7 +126,7 @@ def test_a_separator_in_the_text_is_one(tmp_path) -> None:
     with pytest.raises(UsageError, match="--separator"):
         bpe.separator_of(tokenizer, None)
     assert bpe.separator_of(tokenizer, "<|stop|>") == 0
-    with pytest.raises(UsageError, match=r"no token '</s>'"):
+    with pytest.raises(UsageError, match=r"does not have the token '</s>'"):
         bpe.separator_of(tokenizer, "</s>")
     with pytest.raises(UsageError, match="is not a tokenizer"):
         bpe.load(tmp_path / "dump.txt")
