@@ -39,7 +39,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, upload_s: float = 0.0, copy_s: float =
         await write(self, key, *args)
 
     async def slowly(self: MemoryBus, made: Commit) -> None:
-        await asyncio.sleep(copy_s * (made.version == 0))
+        await asyncio.sleep(copy_s * (made.record.version == 0))
         await commit(self, made)
 
     monkeypatch.setattr(MemoryBus, "write_chunks", write_chunks)
@@ -182,7 +182,7 @@ async def test_a_head_that_took_its_upload_with_it_is_not_uploaded_again(monkeyp
     commit, seen = MemoryBus.commit, asyncio.Event()
 
     async def as_somebody_looks(self: MemoryBus, made: Commit) -> None:
-        if made.version == 0:
+        if made.record.version == 0:
             await seen.wait()
         await commit(self, made)
 
