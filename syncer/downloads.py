@@ -226,7 +226,8 @@ class Downloads:
 
     def note_complete(self, offer: Offer) -> None:
         """Note that a payload is whole on the bus, which counts like the arrival of a chunk."""
-        self._known[offer.entry_id].heard_s = self._clock.now()
+        if known := self._known.get(offer.entry_id):
+            known.heard_s = self._clock.now()
 
     def last_progress_s(self, offer: Offer) -> float:
         """Return when the last chunk of a payload came or the bus last failed; infinite once all has arrived."""
@@ -251,13 +252,17 @@ class Downloads:
     def forget(self, entries: Iterable[str]) -> None:
         """Cancel and drop these deltas, which were merged or refused."""
         for entry_id in entries:
-            if (known := self._known.pop(entry_id, None)) and known.task:
-                known.task.cancel()
+            if (known := self._known.pop(entry_id, None)) and (task := known.task):
+                known.task = None  # a cancelled task keeps its frame, and with it `known`: a cycle that keeps the delta
+                task.cancel()
             self.deltas.pop(entry_id, None)
 
     async def close(self) -> None:
-        """End all downloads."""
-        await cancel(*(known.task for known in self._known.values() if known.task))
+        """End all downloads, and release all deltas."""
+        tasks = [known.task for known in self._known.values() if known.task]
+        self.forget(list(self._known))
+        self.outcomes.clear()
+        await cancel(*tasks)
 
     async def _download(self, offer: Offer, known: _Download) -> None:
         h, layout, sync = offer.header, self._fragment.layout, self._fragment.sync

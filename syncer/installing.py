@@ -15,7 +15,7 @@ from diloco.pipeline.bus.schema import payload_names
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadPayload, HeadMoved
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.fragment import IDLE_VIEW, Committed, Head, Rewound, WindowView
+from diloco.pipeline.messages.fragment import IDLE_VIEW, NOTHING_MERGED, Committed, Head, Rewound, WindowView
 from diloco.pipeline.transfer.globals import published_by, push_global
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.context import SyncerContext
@@ -88,6 +88,7 @@ class InitialVersions:
             syncer=context.name,
             unix_s=context.clock.unix(),
             began_unix_s=state.began_unix_s,
+            **NOTHING_MERGED,
         )
         await self._bus.commit(
             Commit(
@@ -157,6 +158,7 @@ class Repair:
             reason=reason,
             syncer=context.name,
             unix_s=context.clock.unix(),
+            **NOTHING_MERGED,
         )
         commit = Commit(
             nonce=context.nonce,

@@ -25,7 +25,7 @@ from diloco.pipeline.bus import schema
 from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages import spec as spec_messages
-from diloco.pipeline.messages.fragment import Committed, MergedBase, Rewound, WindowChanged
+from diloco.pipeline.messages.fragment import NOTHING_MERGED, Committed, MergedBase, Rewound, WindowChanged
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import Event, InitialUpload
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
@@ -88,10 +88,10 @@ EXAMPLES: dict[type[Message], Message] = {
             fragment=0,
             version=1,
             digest=bytes(16),
-            contributions=(CONTRIBUTION, CONTRIBUTION),
             reason="",
             syncer="s",
             unix_s=1.0,
+            **NOTHING_MERGED | {"contributions": (CONTRIBUTION, CONTRIBUTION)},
         ),
         samples.rejected(),
         WindowChanged(fragment=1, version=2, attempt=0, reason="open", unix_s=1.0),

@@ -12,6 +12,7 @@ from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.fragment import (
+    NOTHING_MERGED,
     Committed,
     Contribution,
     DeltaHeader,
@@ -178,7 +179,7 @@ def header(learner: str = "l0", **given: Any) -> DeltaHeader:
 def committed(**given: Any) -> Committed:
     """A record of the tape: version 0 of fragment 0, merged of nothing, unless told otherwise."""
     values: dict[str, Any] = {"fragment": 0, "version": 0, "digest": bytes(16), "reason": "test", "syncer": "s"}
-    return Committed(**{**values, "unix_s": 0.0, **given})
+    return Committed(**{**NOTHING_MERGED, **values, "unix_s": 0.0, **given})
 
 
 def contribution(learner: str = "l0", **given: Any) -> Contribution:

@@ -372,6 +372,6 @@ def plain(settings: RunProcess) -> dict[str, Any]:
 
 def to_toml(settings: RunProcess) -> str:
     """Return the settings that all children share, as flat TOML; those that are None are left out."""
-    names = sorted(PARTIES & RunProcess.model_fields.keys() - GIVEN_BY_FLAG)
+    names = [name for name in RunProcess.model_fields if name in PARTIES - GIVEN_BY_FLAG]
     values = plain(settings)
     return tomli_w.dumps({name: values[name] for name in names if values[name] is not None})

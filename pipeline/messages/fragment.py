@@ -167,24 +167,21 @@ class Contribution(Message):
 
 
 class Committed(Message):
-    """A merge, with its contributions in the order in which they were summed: enough to replay it.
-
-    The defaults are those of a version without a merge: initial parameters, a checkpoint, or a restored head.
-    """
+    """A merge, with its contributions in the order in which they were summed: enough to replay it."""
 
     kind: Literal["committed"] = "committed"
     fragment: FragmentId
     version: Version
     digest: Digest
-    base_digest: Digest | None = None
-    contributions: Annotated[tuple[Contribution, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
+    base_digest: Digest | None
+    contributions: Annotated[tuple[Contribution, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
     reason: Text
-    norm: Measure = 0.0
+    norm: Measure
     """L2 norm of the merged pseudogradient."""
-    quorum_s: Seconds = 0.0
-    grace_s: Seconds = 0.0
-    upload_s: Seconds = 0.0
-    merge_s: Seconds = 0.0
+    quorum_s: Seconds
+    grace_s: Seconds
+    upload_s: Seconds
+    merge_s: Seconds
     syncer: PartyId
     unix_s: UnixSeconds
     interval: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
@@ -193,18 +190,28 @@ class Committed(Message):
     """For initial parameters and checkpoints only: when their run began, which distinguishes runs of the same name."""
 
 
+# Fields of the record of a version without a merge: initial parameters, a checkpoint, or a restored head.
+NOTHING_MERGED: dict[str, Any] = {
+    **{"base_digest": None, "contributions": (), "norm": 0.0},
+    **{"quorum_s": 0.0, "grace_s": 0.0, "upload_s": 0.0, "merge_s": 0.0},
+}
+
+# Fields of the record of a refused delta whose header's bytes do not decode.
+_UNREADABLE = {"learner": "", "incarnation": "", "base_version": 0, "attempt": 0, "steps": 0, "tokens": 0}
+
+
 class Rejected(Message):
-    """The final refusal of a delta; the fields of its header have defaults, because its bytes may not decode."""
+    """The final refusal of a delta."""
 
     kind: Literal["rejected"] = "rejected"
     fragment: FragmentId
     version: Version
-    learner: Text = ""
-    incarnation: Text = ""
-    base_version: Count = 0
-    attempt: Count = 0
-    steps: int = 0
-    tokens: int = 0
+    learner: Text
+    incarnation: Text
+    base_version: Count
+    attempt: Count
+    steps: int
+    tokens: int
     lost_tokens: Count
     """Tokens of the fragment that the refusal loses (0 if another delta of the same training was merged)."""
     reason: Annotated[RefusalReason, Field(strict=False)]
@@ -214,11 +221,33 @@ class Rejected(Message):
     """True if this is the learner's last refusal on the tape in this window; the head's totals count further ones."""
 
     @classmethod
-    def of(cls, header: DeltaHeader | None, head: tuple[int, int], *, detail: str, **told: Any) -> "Rejected":
-        """Return the record of a refused delta at `head` (fragment, version); `detail` is cut to 500 characters."""
-        names = ("learner", "incarnation", "base_version", "attempt", "steps", "tokens")
-        sent = {name: getattr(header, name) for name in names if header}
-        return cls(fragment=head[0], version=head[1], **sent, **told, detail=detail[:500])
+    def of(
+        cls,
+        header: DeltaHeader | None,
+        head: tuple[int, int],
+        *,
+        lost_tokens: int,
+        reason: RefusalReason,
+        detail: str,
+        unix_s: float,
+    ) -> "Rejected":
+        """Return the record of a refused delta.
+
+        Args:
+            header: the delta's header; None if its bytes did not decode.
+            head: (fragment, version).
+            lost_tokens, reason, detail, unix_s: see the fields; the detail is cut to 500 characters.
+        """
+        sent: dict[str, Any] = {name: getattr(header, name) for name in _UNREADABLE} if header else _UNREADABLE
+        return cls(
+            fragment=head[0],
+            version=head[1],
+            **sent,
+            lost_tokens=lost_tokens,
+            reason=reason,
+            detail=detail[:500],
+            unix_s=unix_s,
+        )
 
 
 class WindowChanged(Message):

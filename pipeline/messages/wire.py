@@ -54,7 +54,7 @@ CHUNK_EXTRA_BYTES = 256
 # Format of a delta's elements: floats, or quantized (`quantize`). Momentum is always fp32.
 Codec = Literal["bf16", "fp32", "int8", "int4"]
 
-# Format in which learners read globals: exact, or rounded (`halves`). Syncers always have the exact float32 values.
+# Format in which learners read globals: exact, or rounded (`transfer.globals`). Syncers always have the exact values.
 GlobalCodec = Literal["fp32", "bf16"]
 
 MAX_NAME_CHARS = 64

@@ -69,7 +69,7 @@ async def push(bus: PayloadStore, key: str, array: npt.NDArray[Any], chunk_bytes
 
 
 async def push_payload(bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float) -> Staged:
-    """Upload like `push` a payload whose bytes are all final, and of which no chunk was completed (hashed) yet."""
+    """Upload like `push` a payload whose bytes are all final."""
     sent, piece = 0, _piece(chunk_bytes)
     while sent < payload.chunks:
         payload.grow_to(min((sent + piece) * chunk_bytes, payload.nbytes))

@@ -12,7 +12,7 @@ from diloco.pipeline.bus.schema import readable
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.fragment import IDLE_VIEW, Committed
+from diloco.pipeline.messages.fragment import IDLE_VIEW, NOTHING_MERGED, Committed
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MAX_ELEMENTS
@@ -91,6 +91,7 @@ async def restore_checkpoint(
             syncer=syncer,
             unix_s=clock.unix(),
             began_unix_s=checkpoint.state.began_unix_s,
+            **NOTHING_MERGED,
         )
         await bus.commit(
             Commit(

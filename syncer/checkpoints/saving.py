@@ -131,8 +131,7 @@ async def finish_checkpoint(
         return await _run_to_completion(offload, _make_one, place, name, state)
 
     dropped = await _remove_on_failure(offload, place, name, write())
-    for old in dropped:
-        await _run_to_completion(offload, _remove, place, old)
+    await _run_to_completion(offload, _remove_all, place, dropped)
     return folder
 
 
@@ -337,6 +336,11 @@ def _remove(place: Place, name: str) -> None:
         place.remove(name)
     except OSError as error:
         _log().warning("checkpoint_not_removed", path=str(place.below(name)), error=str(error))
+
+
+def _remove_all(place: Place, names: Iterable[str]) -> None:
+    for name in names:
+        _remove(place, name)
 
 
 def read_latest(place: Place) -> list[str]:

@@ -60,6 +60,8 @@ class TapeArchive:
         self._untrimmed = dict.fromkeys(range(groups), 0)
         self.problem = ""
         """Why the archive lacks entries of the tape, in words; "" if it lacks none."""
+        self._made: dict[int, os.stat_result] = {}
+        """Identity of each group's file."""
         try:
             for group in self._newest:
                 self._create(group)
@@ -99,11 +101,14 @@ class TapeArchive:
 
     def _create(self, group: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._path(group).open("ab").close()
+        with FileIO(self._path(group), "ab") as file:
+            self._made[group] = os.fstat(file.fileno())
 
     def _write(self, group: int, data: bytes) -> None:
         # Each time by its path, and without creating it: nobody reads what is appended to a file that was moved away.
         with FileIO(os.open(self._path(group), os.O_WRONLY | os.O_APPEND), "ab") as file:
+            if not os.path.samestat(os.fstat(file.fileno()), self._made[group]):
+                raise FileNotFoundError(errno.ENOENT, "another file is there")
             append_whole(file, data)
 
     async def _put(self, group: int, data: bytes) -> bool:

@@ -1,7 +1,7 @@
 """Leases of the fragments that this syncer serves (asyncio): renewing them, and sharing fragments with other syncers.
 
-ARCHITECTURE.md tells how, under "Several syncers". `keep` renews the held leases; `share` compares
-their number with this syncer's quota (`sharing`), and takes leases or gives them back.
+ARCHITECTURE.md tells how, under "Several syncers". `keep` renews the held leases; `share` compares their number with
+this syncer's quota (`sharing`), and takes leases or gives them back, each once its owner has ended its merge.
 
 The bus may take longer over one call than a lease lasts. So neither loop waits for the other, and a call that is not
 answered within a quarter of a lease time is given up and made again, which costs at most one round. It may have taken

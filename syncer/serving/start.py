@@ -152,10 +152,9 @@ class Start:
         """Apply the settings' method.
 
         Raises:
-            UsageError: see `SyncSettings.with_method` and `check_outer`.
+            UsageError: see `SyncSettings.with_method`.
         """
         self.settings = self.settings.with_method()
-        check_outer(self.settings)
 
     async def spec(self) -> Spec | None:
         """Return the run's spec: a checkpoint's, the one on the bus, or the first learner's, which it waits for.
@@ -191,6 +190,7 @@ class Start:
             await _retry(partial(self._tell_older, saved))
         self.bus_warnings.log_new(await _retry(self.bus.info))  # early: there may be hours to fix it
         if (data := await _retry(self.bus.read_spec)) is None:
+            check_outer(self.settings)
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
         given = {name: getattr(self.settings, name) for name in SyncSettings.model_fields}
         wanted = Wanted(sync={name: given[name] for name in given.keys() & self.settings.model_fields_set})

@@ -15,7 +15,15 @@ from diloco.pipeline.bus.commits import MAX_HEADERS, Commit, Published, Refusal,
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
-from diloco.pipeline.messages.fragment import Committed, MergedBase, RefusalReason, Rejected, WindowChanged, WindowView
+from diloco.pipeline.messages.fragment import (
+    NOTHING_MERGED,
+    Committed,
+    MergedBase,
+    RefusalReason,
+    Rejected,
+    WindowChanged,
+    WindowView,
+)
 from tests import samples
 from tests.backdoor import Backdoor
 from tests.samples import IDLE
@@ -100,7 +108,9 @@ async def test_a_head_that_is_put_back_is_the_one_that_was_lost(bus: Bus, backdo
         payload=Staged(before.payload, before.chunks),
         momentum=Staged(before.momentum, 3),
         merged=before.merged,
-        record=Committed(fragment=0, version=1, digest=before.digest, reason="put back", syncer="s0", unix_s=2.0),
+        record=Committed(
+            fragment=0, version=1, digest=before.digest, reason="put back", syncer="s0", unix_s=2.0, **NOTHING_MERGED
+        ),
         lost=before,
     )
     await bus.commit(again)

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.fragment import Committed, Contribution, Rewound
+from diloco.pipeline.messages.fragment import NOTHING_MERGED, Committed, Contribution, Rewound
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.messages.shards import Shard, ShardQueue
 from diloco.pipeline.messages.spec import TensorSpec
@@ -31,7 +31,8 @@ def digest(version: int, branch: int = 0) -> bytes:
 
 def merged(version: int, *parts: tuple[tuple[str, str], int, int], at: float, branch: int = 0) -> Committed:
     """parts: (learner and incarnation, base version, tokens)."""
-    installed = Committed(fragment=0, version=version, digest=digest(version, branch), reason="", syncer="s", unix_s=at)
+    who = {"reason": "", "syncer": "s", "unix_s": at}
+    installed = Committed(fragment=0, version=version, digest=digest(version, branch), **who, **NOTHING_MERGED)
     told = tuple(
         Contribution(
             learner=who[0],

@@ -1,7 +1,9 @@
 """How long uploads are waited for: deadlines from measured times, learners that are gone, payloads that are here."""
 
 import asyncio
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -265,3 +267,22 @@ async def test_an_upload_that_comes_slowly_is_not_refused_for_it(quorum: int) ->
     refused = [r for r in (await world.tape())[before:] if isinstance(r, Rejected)]
     assert not [r for r in refused if r.reason is RefusalReason.UPLOAD_TIMEOUT]
     await end(*learners)
+
+
+@in_virtual_time
+async def test_a_cancelled_download_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the cyclic collector, which may come minutes later: a fragment's memory is as much as the machine has."""
+    clock = VirtualClock()
+    downloads = downloads_on(MemoryBus("r", clock, MemoryStore()), clock)
+    held = weakref.ref(downloads._fragment)
+    gc.disable()
+    try:
+        downloads.start([offer_of(1), offer_of(2)])
+        await asyncio.sleep(1.0)
+        downloads.forget(["1-0"])
+        await downloads.close()
+        await asyncio.sleep(1.0)
+        del downloads
+        assert held() is None
+    finally:
+        gc.enable()

@@ -128,9 +128,15 @@ async def test_the_archive_of_a_full_disk_has_every_record_once_there_is_room(di
 
 @in_virtual_time
 async def test_an_archive_that_is_deleted_is_written_again_from_what_the_tape_has(tmp_path: Path, told) -> None:
-    """Or moved; while the run goes on, or as it ends. It is said."""
+    """Or moved, or put back as it was; while the run goes on, or as it ends. It is said."""
     world, learners = await begun(tape_dir=tmp_path / "tape")
-    for times, remove in enumerate((shutil.rmtree, lambda folder: folder.rename(tmp_path / "moved")), 1):
+
+    def put_back(folder: Path) -> None:
+        shutil.copytree(folder, tmp_path / "earlier")
+        shutil.rmtree(folder)
+        (tmp_path / "earlier").rename(folder)
+
+    for times, remove in enumerate((shutil.rmtree, lambda folder: folder.rename(tmp_path / "moved"), put_back), 1):
         await world.until_version(3 * times)
         remove(tmp_path / "tape")
         await world.until_version(3 * times + 3)

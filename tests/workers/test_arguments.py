@@ -86,7 +86,20 @@ def test_a_loss_that_has_diverged_is_shown_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    [torch.ones(4), torch.ones(0), torch.tensor(1j), np.ones(4), "2.5", b"2", True, [1.0], object(), 10**400, 10**5000],
+    [
+        torch.ones(4),
+        torch.ones(0),
+        torch.tensor(1j),
+        np.ones(4),
+        "2.5",
+        b"2",
+        True,
+        np.bool_(True),
+        [1.0],
+        object(),
+        10**400,
+        10**5000,
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_not_one_number_is_no_loss(loss: Any) -> None:

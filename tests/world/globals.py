@@ -1,6 +1,6 @@
 """Globals as they lie on the bus: what whoever reads them makes of them, computed once more. Pure.
 
-By the descriptions in `pipeline.transfer.globals` and `halves`; no code is shared with them.
+By the descriptions in `pipeline.transfer.globals`; no code is shared with them.
 """
 
 from collections.abc import Callable

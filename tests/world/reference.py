@@ -76,7 +76,7 @@ def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec, told: int, 
 
 
 def joined(high: bytes, low: bytes) -> npt.NDArray[np.float32]:
-    """A vector (elements,) from the bytes of its halves, by the description in `pipeline.transfer.halves`."""
+    """A vector (elements,) from the bytes of its halves, by the description in `pipeline.transfer.globals`."""
     upper, lower = (np.frombuffer(half, kind).astype(np.int64) for half, kind in ((high, "<u2"), (low, "<i2")))
     bits: npt.NDArray[np.uint32] = np.mod(2**16 * upper + lower, 2**32).astype(np.uint32)
     return bits.view(np.float32)

@@ -132,7 +132,7 @@ def one_number(value: Any, told: str) -> float | torch.Tensor:
             raise UsageError(told.format("...", "a complex number"))
         return value.detach() if value.requires_grad else value
     try:
-        if isinstance(value, str | bytes | bool):
+        if isinstance(value, str | bytes | bool | np.bool_):
             raise TypeError
         return float(value.item() if isinstance(value, np.ndarray | np.generic) else value)
     except OverflowError:

@@ -24,7 +24,9 @@ class Snapshot:
 
     def number(self) -> float:
         """Return the only element, waiting as `tensor` does."""
-        return float(self.tensor())
+        if self._copied is not None:
+            self._host, self._copied = self.tensor().clone(), None  # frees the pinned memory for a later copy
+        return float(self._host)
 
     def numpy(self) -> npt.NDArray[np.float32]:
         """Return a fragment's flat vector (elements,), waiting as `tensor` does."""

@@ -140,7 +140,7 @@ class OwnCarrier:
         return values
 
     def drop(self, fragment: int) -> None:
-        """Release a fragment that another process serves from now on."""
+        """Release what is held of a fragment: the learner has ended."""
         self._bases.pop(fragment, None)
         self.feedback.reset(fragment)
 

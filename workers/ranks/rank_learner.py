@@ -113,11 +113,11 @@ class JoinedRank:
     def newest(self, read: Read) -> list[Float32]:
         """Return this rank's shards of the newest globals.
 
-        The ranks take turns in reading fragments and broadcast them, so that all have the same versions.
+        Each fragment's server reads it and broadcasts it, so that all ranks have the same versions.
         """
         own = []
         for fragment in self._shares.layout.fragments:
-            reader = fragment.id % self._shares.ranks
+            reader = self._shares.servers[fragment.id]
             whole = self._group.broadcast(reader, fragment.elements, partial(self._whole, read, fragment.id))
             own.append(own_values(whole, self._shares.pieces(self._number, fragment.id)))
         return own

@@ -1,4 +1,4 @@
-"""Reads what `--model hf:...` names: a causal language model of transformers. Only `config_of` needs transformers; it
+"""Reads what `--model hf:...` names: a causal language model of transformers. Only `config_of` imports transformers; it
 asks, before anything is built, whether the trainer can train such a model.
 
 hf:FOLDER          config.json, with weights (safetensors) and a tokenizer (tokenizer.json) if they are there
