@@ -289,6 +289,15 @@ def interval() -> Iterator[list[float]]:
         yield [*first(f"interval/{label}"), merged(f"interval/{label}")]
 
 
+def paper_rates() -> Iterator[list[float]]:
+    for rate in (0.7, 0.4, 0.2):
+        rda, mean_ = (
+            [f"paper-rates/the paper's{kind}, outer_lr={rate}, outer_momentum={m}" for m in (0.9, 0.7, 0.5)]
+            for kind in ("", ", the mean everywhere")
+        )
+        yield first(*rda, *(mean_[:1] if rate == 0.2 else mean_))
+
+
 def merge_rules() -> Iterator[list[float]]:
     for run in (
         *("merging/decoupled", "merging/merge, merge=rda", "merging/RDA of rows", "merging/merge, merge=rda-all"),
@@ -673,6 +682,7 @@ TABLES = {
     "A longer H": longer_interval,
     "Where round trips are long": round_trips,
     "H, P and tau": interval,
+    "The paper's outer rate and momentum": paper_rates,
     "Merge rules, weights, overlapped steps, late learners": merge_rules,
     "Carrying steps over an adoption": carrying,
     "The mean, or RDA?": mean_or_rda,
