@@ -1,6 +1,5 @@
-"""Write the pages that follow from the code: commands, settings, metrics. A test compares them."""
+"""Write the reference pages that follow from the code: settings and metrics. A test compares them."""
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,57 +55,9 @@ def commands() -> dict[str, Any]:
 def pages() -> dict[Path, str]:
     """Text of each page."""
     return {
-        REFERENCE / "cli.md": _cli(),
         REFERENCE / "settings.md": _settings(),
         REFERENCE / "metrics.md": _metrics(),
     }
-
-
-def _cli() -> str:
-    found = commands()
-    lines = [
-        *("# Command line", "", "You look up what a command is for and which flags it takes.", GENERATED),
-        *("", "Flags come before variables, and variables before a settings file: [settings](settings.md).", ""),
-        *("| command | does |", "|---|---|"),
-        *(f"| [`diloco {name}`](#{_anchor(name)}) | {_cell(_first(command))} |" for name, command in found.items()),
-    ]
-    for name, command in found.items():
-        shown = [parameter for parameter in command.params if not parameter.hidden]
-        lines += ["", f"## diloco {name}", "", *_paragraphs(command.help or "")]
-        for panel in dict.fromkeys(getattr(parameter, "rich_help_panel", None) for parameter in shown):
-            rows = [_row(parameter) for parameter in shown if getattr(parameter, "rich_help_panel", None) == panel]
-            lines += ["", *([f"**{panel}**", ""] if panel else []), "| argument | meaning |", "|---|---|", *rows]
-    return "\n".join(lines) + "\n"
-
-
-def _anchor(name: str) -> str:
-    return f"diloco-{name}".replace(" ", "-")
-
-
-def _first(command: Any) -> str:
-    return str(command.help or "").split("\n\n")[0]
-
-
-def _paragraphs(text: str) -> Iterator[str]:
-    """The help as it is, with commands as code."""
-    for line in text.strip().splitlines():
-        yield re.sub(r"^(Example: )?(diloco .*)", r"\1`\2`", line.strip()).replace("<", "&lt;")
-
-
-def _row(parameter: Any) -> str:
-    names = [*parameter.opts, *getattr(parameter, "secondary_opts", ())]
-    given = parameter.metavar or ("" if _switch(parameter) else parameter.name.upper())
-    if not names[0].startswith("-"):
-        names, given = [given], ""
-    help_text = parameter.help or ""
-    default = parameter.default
-    if default not in (None, False, ()) and not callable(default) and "default" not in help_text:
-        help_text += f" (default {default})"
-    return f"| `{_code('/'.join(names) + (f' {given}' if given else ''))}` | {_cell(help_text)} |"
-
-
-def _switch(parameter: Any) -> bool:
-    return bool(getattr(parameter, "is_flag", False))
 
 
 Declared = tuple[type[Settings], str]
