@@ -85,10 +85,14 @@ def _by_section() -> dict[str, dict[Declared, list[str]]]:
 def _settings() -> str:
     lines = [
         *("# Settings", "", "You look up a setting: its variable, its default and which commands have it as a flag."),
-        *(GENERATED, "", "A setting comes from its flag, else its variable, else the file that `--config` names, else"),
-        *("its default. Names in the file are those of the first column. A flag has `-` in place of `_`.", ""),
+        *(
+            GENERATED,
+            "",
+            "The flag (`-` in place of `_`) overrides the variable, and the variable the file of `--config`,",
+        ),
+        *("whose names are those of the first column. The file overrides the default.", ""),
         *("Settings without a flag are for experts, secrets, or chosen by the launcher for each process.",),
-        *("A name that stands twice in a table has another meaning or default in some commands.",),
+        *("A name that is listed twice has a different meaning or default in some commands.",),
     ]
     for title, rows in _by_section().items():
         if rows:
@@ -100,10 +104,10 @@ def _settings() -> str:
 
 
 def _methods() -> Iterator[str]:
-    yield from ("## Methods", "", "A method is a name for settings. What is set beside it has the last word.")
-    yield from ("Learners never wait, whatever the method but data-parallel: what they train while a merge is under",)
-    yield from ("way is overwritten. A quorum of `all` is one of as many learners as the run has.", "")
-    yield from ("| method | is | settings that it means | not published |", "|---|---|---|---|")
+    yield from ("## Methods", "", "A method is a named set of settings; a setting given explicitly overrides it.")
+    yield from ("Learners never wait, except with data-parallel: what they train during a merge is overwritten.",)
+    yield from ("A quorum of `all` is as many learners as the run has.", "")
+    yield from ("| method | is | settings | not published |", "|---|---|---|---|")
     for name, method in METHODS.items():
         means = ", ".join(f"`{key}={value}`" for key, value in method.settings.items())
         yield f"| `{name}` | {_cell(method.about)} | {means} | {_cell(method.unpublished)} |"
@@ -131,22 +135,22 @@ def _metrics() -> str:
         *(
             "# Metrics",
             "",
-            "You look up what a syncer tells Prometheus at `/metrics`. A page that `diloco run` or",
-            "`diloco watch --web` serves has the figures of the run there.",
+            "You look up what a syncer exports to Prometheus at `/metrics`. The page of `diloco run` or",
+            "`diloco watch --web` exports the metrics of the run there.",
             GENERATED,
             "",
         ),
-        *("All have the label `run` besides. A histogram has `_bucket`, `_count` and `_sum` behind its name.",),
+        *("All also have the label `run`. A histogram has `_bucket`, `_count` and `_sum` appended to its name.",),
         *("Alerts and a board: [monitor a run](../howto/monitoring.md).", "", "## Of one syncer", ""),
-        *("Counters start at 0 with the process; heads and the tape hold what outlives it.", "", *head),
+        *("Counters start at 0 with the process; heads and the tape have what outlives it.", "", *head),
     ]
     for metric in vars(Metrics()).values():
         for family in metric.describe() if hasattr(metric, "describe") else ():
             labels = metric._labelnames
             lines.append(_family(family.name, family.type, labels, family.documentation))
     lines += ["", "## Of the run", ""]
-    lines += ["Only the lead tells these, so a sum over syncers counts them once. While the lead changes, two syncers"]
-    lines += ["may, for one scrape at most; `max by (run)` is right then too.", "", *head]
+    lines += ["Only the lead exports these, so a sum over syncers counts them once. While the lead changes, two"]
+    lines += ["syncers may, for at most one scrape; `max by (run)` is correct even then.", "", *head]
     lines += [_family(one.name, one.family().type, one.labels, one.text) for one in FIGURES]
     return "\n".join(lines) + "\n"
 
