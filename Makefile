@@ -65,7 +65,7 @@ lint: $(VENV)/dev.stamp  ## ruff (rules and format) and mypy
 docs: $(VENV)/docs.stamp  ## write the reference pages, and build the site with search in site/; broken links fail
 	$(BIN)/python -m docs.generate
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo 'open site/index.html; its search needs a server: $(BIN)/python -m http.server -d site'
+	@echo 'open site/index.html, or copy the folder site to any web server'
 
 release: $(VENV)/release.stamp  ## wheel and sdist of the tagged commit in dist/, tried; RELEASE_ARGS=--offline: with what is installed
 	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python deploy/release.py $(RELEASE_ARGS)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs a command again and again: until it ends with 0, as a learner does once its run is finished, or with 2, as one
-# that was refused. For machines without a scheduler (docs/howto/ssh.md):
+# that was refused. For machines without a scheduler (docs/howto/second-machine.md):
 #
 #   setsid deploy/again.sh .venv/bin/diloco learner --state-dir state > learner.log 2>&1 < /dev/null &
 #

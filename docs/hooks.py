@@ -20,6 +20,13 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 """Path in the repository, and in the site."""
+MOVED = {
+    "howto/ranks": "eight-gpus.html",
+    "howto/sizing": "plan.html#sizes-of-the-machines",
+    "howto/ssh": "second-machine.html#by-ssh-from-one-place",
+    "howto/two-homes": "second-machine.html#across-the-internet-without-an-open-port",
+}
+"""Former page -> where its address leads."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -28,6 +35,13 @@ def on_files(files: Files, config: Any) -> Files:
     for source, target in ROOT_PAGES.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text()))
     return files
+
+
+def on_post_build(config: Any) -> None:
+    """Write a page that forwards to the new one at each former address."""
+    for old, new in MOVED.items():
+        text = f'<!doctype html><meta http-equiv="refresh" content="0; url={new}"><a href="{new}">Moved</a>\n'
+        (Path(config["site_dir"]) / f"{old}.html").write_text(text)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -220,6 +220,16 @@ def test_the_first_result_is_on_the_first_screen() -> None:
 # The site.
 
 
+def test_former_addresses_lead_to_pages_that_are_there() -> None:
+    """Links from elsewhere, and bookmarks, to a page and its heading."""
+    for old, new in importlib.import_module("docs.hooks").MOVED.items():
+        page, _, anchor = new.partition("#")
+        target = (ROOT / "docs" / old).parent / page.replace(".html", ".md")
+        assert not (ROOT / "docs" / f"{old}.md").exists()
+        assert not anchor or anchor in anchors(target.read_text())
+        assert target.exists()
+
+
 def test_links_lead_to_pages_of_the_site() -> None:
     """A page of the root has its place there; a source is no page."""
     relinked = importlib.import_module("docs.hooks").relinked
