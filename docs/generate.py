@@ -88,9 +88,9 @@ def _settings() -> str:
         *(
             GENERATED,
             "",
-            "The flag (`-` in place of `_`) overrides the variable, and that the file of `--config`, whose",
+            "Precedence: flag (`-` for `_`), variable, file of `--config` (names of column 1), default.",
+            "",
         ),
-        *("names are those of the first column. The file overrides the default.", ""),
         *("Settings without a flag are for experts, secrets, or chosen by the launcher for each process.",),
         *("A name that is listed twice has a different meaning or default in some commands.",),
     ]
