@@ -13,10 +13,18 @@ if TYPE_CHECKING:
     from diloco.workers.evaluator import Evaluator
     from diloco.workers.learner import Learner
 
+    __version__: str
+
 __all__ = ["Evaluator", "Learner", "SyncSettings", "errors"]
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        metadata = import_module("importlib.metadata")
+        try:
+            return metadata.version("diloco")
+        except metadata.PackageNotFoundError:
+            return "0+unknown"  # a source tree that is not installed
     if name == "errors":
         return import_module("diloco.pipeline.errors")
     if name == "SyncSettings":

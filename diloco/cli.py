@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from safetensors import SafetensorError
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from diloco.extras import STUDIES, load_extra
@@ -69,12 +69,29 @@ COMMANDS: dict[str, Entry] = {
 }
 
 
-def new_app(**more: Any) -> typer.Typer:
+class CommandGroup(TyperGroup):
+    """A group of commands whose list has the first sentence of each one's help, however long."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Show the help if nothing is given. typer's own would write it to standard error."""
+        return super().parse_args(ctx, args or ["--help"])
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands. typer's own cuts each line at the width of the terminal."""
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(name, command.get_short_help_str(10_000)) for name, command in commands if command is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def new_app(cls: type[CommandGroup] = CommandGroup, **more: Any) -> typer.Typer:
     """Return an app, such as a group of commands, that behaves as all of this program; `more`: see `typer.Typer`."""
     return typer.Typer(
+        cls=cls,
         add_completion=False,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None,  # frames leave few columns for the text, and long words are cut in them
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
         **more,
     )
 
@@ -97,13 +114,10 @@ def load_command(name: str) -> typer.Typer:
 def _version(wanted: bool) -> None:
     if not wanted:
         return
+    from diloco import __version__
     from diloco.pipeline.messages.wire import FORMAT
 
-    try:
-        found = version("diloco")
-    except PackageNotFoundError:
-        found = "(from a source tree, not installed)"
-    typer.echo(f"diloco {found}, wire format {FORMAT}")
+    typer.echo(f"diloco {__version__}, wire format {FORMAT}")
     raise typer.Exit
 
 
@@ -117,7 +131,7 @@ def _root(
 
 def _list() -> typer.Typer:
     """Return the app that lists the commands without importing any of them."""
-    made = new_app(no_args_is_help=True, help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.")
+    made = new_app(help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.")
     made.callback()(_root)
     installed = find_spec(STUDIES) is not None
     for name, entry in COMMANDS.items():

@@ -157,7 +157,10 @@ def acl(
 COLDEST, HOTTEST = 1e-3, 1e3
 Checkpoint = Annotated[
     str,
-    typer.Argument(help="Checkpoint folder, or a run's output folder (its newest checkpoint), or s3://bucket/path"),
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="Checkpoint folder, or a run's output folder (its newest checkpoint), or s3://bucket/path",
+    ),
 ]
 
 
@@ -205,7 +208,7 @@ def sample(
         float, typer.Option(callback=_temperature, help="Sampling temperature; 0: always the likeliest token")
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many likeliest tokens")] = 40,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling")] = 0,
     data: Annotated[
         Path | None,
         typer.Option(

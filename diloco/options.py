@@ -44,7 +44,7 @@ S = TypeVar("S", bound=Settings)
 R = TypeVar("R", bound="RunProcess")
 
 RunFolder = Annotated[
-    Path | None, typer.Argument(metavar="[DIR]", help="Output folder of `diloco run` (default: the newest in runs/)")
+    Path | None, typer.Argument(metavar="DIR", help="Output folder of `diloco run` (default: the newest in runs/)")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 
@@ -281,7 +281,19 @@ def _option(kind: type[Settings], name: str) -> inspect.Parameter:
 
 
 class SettingsCommand(TyperCommand):
-    """A command made by `takes`: it knows the settings for which it has no flag."""
+    """A command made by `takes`: its help lists options by section, and it knows the settings that have no flag."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of arguments and options, those of each section under its heading."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            if (row := param.get_help_record(ctx)) is not None:
+                usual = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(row)
+        for heading, rows in sections.items():
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse the flag of a setting that has no flag here with how to set it, before typer calls it unknown.
@@ -327,7 +339,10 @@ def takes(
         "config",
         inspect.Parameter.KEYWORD_ONLY,
         default=typer.Option(
-            None, "--config", help="TOML file with settings, including expert ones: named like the flags, with _ for -"
+            None,
+            "--config",
+            metavar="FILE",
+            help="TOML file with settings, including expert ones: named like the flags, with _ for -",
         ),
         annotation=Path | None,
     )

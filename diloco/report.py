@@ -31,7 +31,7 @@ from diloco.tape import archive_of, read_archive
 ReportFolder = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[DIR]",
+        metavar="DIR",
         help="Output folder of `diloco run` or `diloco chaos`, or a syncer's --tape-dir (default: the newest in runs/)",
     ),
 ]

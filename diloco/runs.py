@@ -10,9 +10,8 @@ from typing import Annotated, TypedDict
 import typer
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.console import Console
-from typer.core import TyperGroup
 
-from diloco.cli import new_app
+from diloco.cli import CommandGroup, new_app
 from diloco.launcher.display import Fitting
 from diloco.launcher.locate import locate, no_redis
 from diloco.options import AsJson, takes
@@ -63,7 +62,7 @@ class RunRow(TypedDict):
     """Memory that the run's keys take in Redis."""
 
 
-class _ListByDefault(TyperGroup):
+class _ListByDefault(CommandGroup):
     """A group whose command `list` is the default."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -99,6 +98,8 @@ def list_runs(
         for row in rows:
             if row["phase"] == UNREADABLE:
                 typer.echo(f"run {row['run']!r} is {UNREADABLE}: {row['reason']}")
+            elif row["reason"].startswith(AWAITED):
+                typer.echo(f"run {row['run']!r} is {row['reason']}")
 
 
 async def _rows(url: str) -> list[RunRow]:
@@ -146,18 +147,13 @@ async def _syncers_at_work(bus: Bus) -> int:
     return held
 
 
-def _state(row: RunRow) -> str:
-    """Return the phase, or what the run waits for."""
-    return row["reason"] if row["reason"].startswith(AWAITED) else row["phase"]
-
-
 def _table(rows: list[RunRow]) -> Fitting:
     tokens = [
         f"{count(row['tokens'])} of {count(row['budget_tokens'])}" if row["budget_tokens"] else "-" for row in rows
     ]
     columns = {
         "run": [row["run"] for row in rows],
-        "state": [_state(row) for row in rows],
+        "phase": [row["phase"] for row in rows],
         "tokens": tokens,
         "learners": [str(row["learners"]) for row in rows],
         "syncers": [str(row["syncers"]) for row in rows],
@@ -165,7 +161,7 @@ def _table(rows: list[RunRow]) -> Fitting:
         "last report": [duration(row["quiet_s"]) for row in rows],
         "memory": [as_bytes(row["bytes"]) for row in rows],
     }
-    return Fitting(columns, left=("run", "state"), spare=("syncers", "age", "tokens"))
+    return Fitting(columns, left=("run", "phase"), spare=("syncers", "age", "tokens"))
 
 
 # --- delete -------------------------------------------------------------------------------------------
@@ -286,7 +282,7 @@ async def _extend(url: str, name: str, tokens: int) -> None:
 def finish(
     settings: BusSettings,
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Output folder of a `diloco run` in progress")
+        Path | None, typer.Argument(metavar="DIR", help="Output folder of a `diloco run` in progress")
     ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until the run is finished")] = True,
 ) -> None:

@@ -37,7 +37,7 @@ _OTHERS = "; move it away to read the other files: another syncer's file may hol
 TapeFolder = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[DIR]",
+        metavar="DIR",
         help="Output folder of `diloco run`, finished or not, or a syncer's --tape-dir (default: the newest in runs/)",
     ),
 ]

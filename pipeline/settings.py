@@ -167,9 +167,7 @@ class SyncSettings(Settings):
     method: SyncMethod = Field(
         "decoupled", description="Preset for settings that are not given (docs/reference/methods.md)"
     )
-    fragments: int = Field(
-        8, ge=1, le=MAX_FRAGMENTS, description="Number of fragments P (default: at most one per tensor)"
-    )
+    fragments: int = Field(8, ge=1, le=MAX_FRAGMENTS, description="Number of fragments P, at most one per tensor")
     sync_interval: int = Field(24, ge=1, le=MAX_STEPS, description="Inner steps H between two syncs of one fragment")
     quorum: int = Field(1, ge=1, le=4096, description="Minimum number of learners K for a merge")
     overlap_steps: int = Field(

@@ -50,7 +50,14 @@ def allowed(field: FieldInfo) -> str:
     # Sorting is stable, so of two equal bounds the strict one (gt, lt) wins: it was listed first.
     closest = [*sorted(least, key=lambda one: -one[0])[:1], *sorted(most, key=lambda one: one[0])[:1]]
     closest += bounds(min_length="at least {} characters")
-    return ", ".join(word.format(written(bound) if isinstance(bound, float) else bound) for bound, word in closest)
+    return ", ".join(word.format(_readable(bound)) for bound, word in closest)
+
+
+def _readable(bound: Any) -> Any:
+    """Return a bound for display: numbers that few people can read, such as 2^62, as powers of two."""
+    if isinstance(bound, int) and bound >= 2**53 and not (bound & (bound + 1) and bound & (bound - 1)):
+        return f"2^{bound.bit_length()} - 1" if bound & 1 else f"2^{bound.bit_length() - 1}"
+    return written(bound) if isinstance(bound, float) else bound
 
 
 def format_problem(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
@@ -61,8 +68,7 @@ def format_problem(problem: ErrorDetails, field: FieldInfo | None = None) -> str
     said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "not").rstrip(".")
     wrong, rule = _WORDS.get(problem["type"], (said, ""))
     if field is None:
-        bounds = {name: written(one) if isinstance(one, float) else one for name, one in problem.get("ctx", {}).items()}
-        takes = rule.format(**bounds)
+        takes = rule.format(**{name: _readable(one) for name, one in problem.get("ctx", {}).items()})
     else:
         if wrong == _NUMBER:
             read = [rule.func for rule in field.metadata if isinstance(rule, BeforeValidator)]

@@ -27,6 +27,7 @@ import structlog
 
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.process.interrupts import on_interrupt
 from diloco.pipeline.process.party_names import own_name
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.workers.batches import Batches
@@ -241,8 +242,10 @@ class BaseLearner:
                 # which now follows that spec.
                 self._stopping.install()
                 joined = self._join(self._prepare())
-        except BaseException:  # KeyboardInterrupt above all
+        except BaseException as error:
             self._stopping.restore()
+            if isinstance(error, KeyboardInterrupt):
+                on_interrupt(lambda: None)
             raise
         if joined.late:
             detail = (
@@ -308,6 +311,8 @@ class BaseLearner:
         elif isinstance(error, Stopped):
             self._leave(save_state=True)
         else:
+            if isinstance(error, KeyboardInterrupt):
+                on_interrupt(lambda: None)  # the learner has left: a traceback would look like a failure
             try:
                 self._leave(save_state=isinstance(error, KeyboardInterrupt), error=error)
             except Exception as failure:  # only logged: the program must see the error that has ended its loop

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ import structlog
 
 from diloco.extras import naming_extra
 from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.process.interrupts import on_interrupt
 
 with naming_extra("diloco.integrations", "learner"):
     from diloco.workers.background import OwnThread
@@ -127,6 +129,7 @@ class Hosted:
         given = tokens if self._step_tokens is None else self._step_tokens
         try:
             self.learner.open().attach(given, list(optimizers), self._take_loss)
+            on_interrupt(partial(self.give_up, save_state=True))
             yield self.learner
         except BaseException:  # KeyboardInterrupt too: else the learner stays in the run without training
             self.give_up()

@@ -117,7 +117,8 @@ class RunLoader(Host):
                     if held is None:
                         raise UsageError("the loader is empty")
             except GeneratorExit:  # a `break` or an error in the loop's body: a generator cannot tell them apart
-                if os.getpid() == pid:  # in a forked child the learner belongs to the parent
+                # In a forked child the learner belongs to the parent; after Ctrl-C it has left already.
+                if os.getpid() == pid and self._hosted.learner is not None:
                     self._hosted.drop("its loop ended early")
                 raise
             self._over = True

@@ -252,9 +252,14 @@ class EmbeddedRedis:
     def _last_lines(self) -> str:
         return "; its last lines:\n" + "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
 
-    def _users_refused(self) -> UsageError | None:
-        """Return the error for the first line of the users' file that the server refused, if that is why it ended."""
-        told = re.search(r" ACL errors: (?:WARNING: )?(.+)", self._log.read_text(errors="replace"))
+    def _refused(self) -> UsageError | None:
+        """Return why the server has ended, if it is the port or a line of the users' file; None: something else."""
+        log = self._log.read_text(errors="replace")
+        if taken := re.search(r" listening socket (\S+): \w+: (.+)", log):
+            return UsageError(
+                f"Redis cannot listen on {taken[1]}: {taken[2]}", "set another --redis-port or --redis-bind"
+            )
+        told = re.search(r" ACL errors: (?:WARNING: )?(.+)", log)
         if told is None or self._users is None:
             return None
         at = re.escape(str(self._users.absolute())) + r":([0-9]+):? "
@@ -267,11 +272,11 @@ class EmbeddedRedis:
         """Return whether the server answers. The error that a login is required counts as an answer, LOADING does not.
 
         Raises:
-            UsageError: it has ended; the message has its last lines, or what is wrong in the file of users.
+            UsageError: it has ended; the message has its last lines, or what is wrong with its port or file of users.
         """
         code = None if self._process is None else self._process.poll()
         if code is not None:
-            raise self._users_refused() or UsageError(f"{self._server} exited with code {code}{self._last_lines()}")
+            raise self._refused() or UsageError(f"{self._server} exited with code {code}{self._last_lines()}")
         try:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(1.0)

@@ -1,14 +1,16 @@
 """Ctrl-C while a command's modules are imported, or while the interpreter shuts down after it: it ends at once.
 
 Nothing has begun, or all is done. KeyboardInterrupt would show up as an import's traceback, change the exit status, or
-make a library conclude that an optional part of it is missing.
+make a library conclude that an optional part of it is missing. A learner's own loop ends by a KeyboardInterrupt, whose
+traceback says nothing once the learner has left its run.
 """
 
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, TracebackType
 
 # The exit status that shells report for a process ended by Ctrl-C (128 + SIGINT).
 INTERRUPTED_STATUS = 130
@@ -28,6 +30,22 @@ def restore_keyboard_interrupt() -> None:
     """Make Ctrl-C raise KeyboardInterrupt again, if `end_at_once` had changed that."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def on_interrupt(leave: Callable[[], object]) -> None:
+    """Call `leave` instead of printing a traceback if Ctrl-C ends this program.
+
+    The exit status stays 130, and the program can catch KeyboardInterrupt as before: then `leave` is not called.
+    """
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            leave()
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def end_with(status: int) -> None:

@@ -185,7 +185,8 @@ def find_checkpoint(place: str | Path) -> Place:
     except OSError as error:
         raise UsageError(f"cannot look for a checkpoint: {error_text(error)}") from error
     raise NoCheckpoint(
-        f"{place} is not a checkpoint: give a folder with {STATE_FILE}, or one where a run has saved its checkpoints"
+        f"{place} has no checkpoint yet",
+        "a run saves its first one after --checkpoint-every, or when it ends. If it has saved one, check the path",
     )
 
 

@@ -1,13 +1,18 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from typer.main import get_command
 
+import diloco
 from diloco import cli, commands
 from diloco.launcher.folder import choose
 from diloco.launcher.option_checks import check
@@ -64,6 +69,30 @@ def test_version_and_plain_call(capsys):
     assert capsys.readouterr().out.startswith("diloco ")
     cli.main([])
     assert "learner" in capsys.readouterr().out
+
+
+def test_the_version_is_the_installed_ones(monkeypatch):
+    """A source tree that is not installed has none, which is no error for a program that lists versions."""
+    assert diloco.__version__ == metadata.version("diloco")
+    monkeypatch.setattr(metadata, "version", Mock(side_effect=metadata.PackageNotFoundError))
+    assert diloco.__version__ == "0+unknown"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_terminal_with_no_word_or_sentence_cut(command, columns, capsys, monkeypatch):
+    """Paths and addresses are whole, every line of a paragraph is filled, and no limit is a number of 16 digits."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    cli.main([command, "--help"] if command else ["--help"])
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown
+    assert re.findall(r"[\w,:]\.\.\.$", shown, re.MULTILINE) == []
+    assert re.findall(r"[0-9]{16,}", shown) == []
+    assert [line for line in shown.splitlines() if len(line) > columns] == []
+    paragraphs = [part.splitlines() for part in shown.split("\n\n")]
+    for one in (lines for lines in paragraphs if all(re.match("  [^ -]", line) for line in lines)):
+        for line, following in pairwise(one):
+            assert len(line) + 1 + len(following.split()[0]) > min(columns, 100) - 2, line
 
 
 def test_checkpoints_that_would_die_with_the_syncer_are_refused(started, capsys):
@@ -144,7 +173,7 @@ def test_where_no_studies_are_installed_their_commands_are_not_listed_and_say_ho
         "from diloco.cli import main; main([]); sys.exit(main(['lab', 'run', 'x.toml']))"
     )
     done = python("-c", code)
-    listed = {line.split()[1] for line in done.stdout.splitlines() if len(line.split()) > 2}
+    listed = {line.split()[0] for line in done.stdout.splitlines() if len(line.split()) > 2}
     assert {"run", "acl"} <= listed
     assert not listed & {"chaos", "simulate", "lab", "bench"}
     assert (done.returncode, done.stderr) == (

@@ -250,6 +250,57 @@ def test_an_iterator_that_is_held_as_its_program_ends_leaves_the_run(redis_serve
     assert 0 < found[-1].published <= 12 * 500_000
 
 
+INTERRUPTED = """
+import itertools, os, signal, sys
+import torch
+from torch import nn
+from diloco import Learner, SyncSettings
+from diloco.integrations.hosted import Hosted
+from diloco.integrations.loops import RunLoader
+
+SYNC = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1)
+url, run, how = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
+model = nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+given = {"run": run, "redis_url": url, "sync": SYNC}
+
+def train(batches, step=lambda: None):
+    for number, batch in enumerate(batches):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        step()
+        if number == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+if how == "own loop":
+    with Learner(model, optimizer, **given) as learner:
+        train(itertools.repeat(torch.ones(2, 4)), lambda: learner.step(2))
+elif how == "loader":
+    train(RunLoader([torch.ones(2, 4)], model, optimizer, **given))
+else:
+    with Hosted(2, given).begin(model, [optimizer], lambda: 2):
+        pass
+    train(itertools.repeat(torch.ones(2, 4)))
+"""
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("how", ["own loop", "loader", "trainer's callback"])
+def test_ctrl_c_ends_a_learner_in_order_and_without_a_traceback(redis_server: str, how: str) -> None:
+    """It has left its run with what it trained, and the program ends by the signal as any other."""
+    run = f"interrupted-{secrets.token_hex(4)}"
+    with a_syncer(redis_server, run, tokens=10**6):
+        done = python("-c", INTERRUPTED, redis_server, run, how)
+        (found,) = [seen.report for seen in reports(redis_server, run)]
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "KeyboardInterrupt" not in done.stderr
+    assert done.stderr.count("learner_left") == 1
+    assert "pass_not_left" not in done.stderr
+    assert (found.left, found.tokens > 0, found.published > 0) == (True, True, True)
+
+
 @pytest.mark.redis
 def test_an_iterator_that_is_dropped_on_the_learners_own_thread_leaves_the_run(redis_server: str) -> None:
     """The garbage collector runs on any thread; this one cannot wait for itself. The loader may be used again, once the

@@ -191,9 +191,12 @@ def test_an_extended_run_that_nobody_has_started_again_is_waiting(
     assert held.diloco("runs", "extend", held.name, "--tokens", "2k") == 0
     row = rows(held, capsys)[held.name]
     assert (row["phase"], row["reason"]) == ("waiting", "waiting for a syncer and learners")
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     assert held.diloco("runs") == 0
-    assert "waiting for a syncer and learners" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert f"run {held.name!r} is waiting for a syncer and learners" in lines
+    table = lines[: next(at for at, line in enumerate(lines) if line.startswith("run '"))]
+    assert len([line for line in table if line.strip()]) == 1 + len(rows(held, capsys))  # none takes two lines
     assert held.diloco("status", "--json", "--run", held.name) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["phase"], status["reason"]) == (row["phase"], row["reason"])

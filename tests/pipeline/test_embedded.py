@@ -121,6 +121,14 @@ def test_a_server_that_does_not_start_shows_its_last_lines(tmp_path: Path) -> No
         EmbeddedRedis(binary=broken).__enter__()
 
 
+def test_a_port_that_is_taken_is_named_in_one_line(redis_binary: Path | None) -> None:
+    with EmbeddedRedis(port=0, binary=redis_binary) as first, pytest.raises(UsageError) as error:
+        EmbeddedRedis(port=first.port, binary=redis_binary).__enter__()
+    taken = f"Redis cannot listen on 127.0.0.1:{first.port}: Address already in use; set another --redis-port"
+    assert str(error.value).startswith(taken)
+    assert "\n" not in str(error.value)
+
+
 def test_the_packages_server_comes_first_then_path_and_without_any_one_line_says_how_to_get_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -501,7 +501,7 @@ def test_a_pointer_to_a_checkpoint_that_is_gone_names_those_that_are_there(tmp_p
 
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
     """Nothing there, a pointer to nothing, bytes that are not safetensors, bytes that are not JSON."""
-    with pytest.raises(UsageError, match="is not a checkpoint"):
+    with pytest.raises(UsageError, match="has no checkpoint yet"):
         load_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("checkpoint-7\n")
     with pytest.raises(UsageError, match="checkpoint-7"):

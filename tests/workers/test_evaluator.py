@@ -221,7 +221,7 @@ def test_a_checkpoint_gives_back_its_model_and_its_text(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     """A missing, damaged or unknown one is named in one line."""
-    with pytest.raises(UsageError, match="is not a checkpoint"):
+    with pytest.raises(UsageError, match="has no checkpoint yet"):
         loaded_from(tmp_path)
     save(build("tiny", 0), {"trainer": {"model": "small", "seed": 0}}, tmp_path)
     with pytest.raises(UsageError, match="does not fit model 'small'"):
