@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
+from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.methods import METHODS, RunMethod
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import (
@@ -86,7 +87,15 @@ class RedisProcess(RedisSettings):
     )
 
 
-class WatchProcess(BusSettings, HttpSettings):
+class ViewSettings(BusSettings):
+    """Redis server and run of a command that only reads."""
+
+    run: PartyName = Field(
+        default_factory=lambda: "run", description="Name of the run on that Redis (default: the only one there)"
+    )
+
+
+class WatchProcess(ViewSettings, HttpSettings):
     """`diloco watch`."""
 
     http_port: int = Field(0, ge=0, le=65535, description="Port of the page; 0: any free port")

@@ -14,12 +14,11 @@ import typer
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, Place, ended_without_report, is_live, locate
 from diloco.launcher.page import MODEL_FILE, folder_of_page, redis_route, write_page
 from diloco.launcher.report import read_report, summary, summary_so_far
-from diloco.options import takes
+from diloco.options import ViewSettings, takes
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.page.collector import MAX_READ, RunReader
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.model import Model, PageModel
@@ -46,8 +45,8 @@ Html = Annotated[
 ]
 
 
-@takes(BusSettings)
-def command(settings: BusSettings, folder: ReportFolder = None, html: Html = None) -> None:
+@takes(ViewSettings)
+def command(settings: ViewSettings, folder: ReportFolder = None, html: Html = None) -> None:
     """Print the report of a run, finished or not. With --html, write its page as one file, which needs no server.
 
     The run is the one in DIR, otherwise the one on the given Redis, otherwise the newest in runs/. The report of a live

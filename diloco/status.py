@@ -3,9 +3,10 @@
 import asyncio
 import math
 import re
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +22,12 @@ from diloco.launcher.display import render
 from diloco.launcher.locate import REPORT_FILE, Place, locate
 from diloco.launcher.page import PAGE_FILE, redis_route
 from diloco.launcher.report import read_report, summary
-from diloco.options import AsJson, RunFolder, SettingsCommand, takes
+from diloco.options import AsJson, RunFolder, SettingsCommand, ViewSettings, takes
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status import Status, is_missed, present
 from diloco.pipeline.view.status_reader import read_status
 
@@ -43,6 +43,8 @@ class _RunInfo:
 
     place: Place
     status: Status | None = None
+    syncers_page: str | None = None
+    """Page of a syncer of the run, as the syncer has announced it."""
     report: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -56,16 +58,18 @@ class _RunInfo:
         return bool(self.report) or (self.status is not None and self.status["phase"] == Phase.FINISHED)
 
     def page(self) -> str | None:
-        """Return the address of the run's page: of the file in its folder once it is over, else of the live page."""
+        """Return the address of the run's page: of the file in its folder once it is over, else of a live page."""
         kept = None if self.place.folder is None else self.place.folder / PAGE_FILE
-        return kept.resolve().as_uri() if self.report and kept is not None and kept.is_file() else self.place.page
+        if self.report and kept is not None and kept.is_file():
+            return kept.resolve().as_uri()
+        return self.place.page or self.syncers_page
 
     def as_json(self) -> str:
         """Return one line of JSON, with the page's address if it is known."""
         if self.closing:
             return dumps({"run": self.place.run, "phase": Phase.CLOSING, "report": str(self._report_file())})
-        page = {"page": self.place.page} if self.place.page else {}
-        return dumps(self.report or {**(self.status or {}), **page})
+        page = self.place.page or self.syncers_page
+        return dumps(self.report or {**(self.status or {}), **({"page": page} if page else {})})
 
     def as_text(self) -> Iterator[RenderableType]:
         """Yield the parts of the human-readable status."""
@@ -79,7 +83,7 @@ class _RunInfo:
         else:
             yield Text(summary(self.report))
         if page := self.page():
-            yield Text(f"page       {page}")
+            yield Text(f"page       {page}{'; elsewhere: diloco watch' if ' on ' in page else ''}")
         if (status := self.status) is not None and status["phase"] in ("waiting", Phase.RUNNING):
             for silent in [one["id"] for one in present(status["learners"]) if is_missed(one)][:1]:
                 route = redis_route(self.place.redis_url or "", self.place.own)
@@ -90,8 +94,8 @@ class _RunInfo:
         return self.place.folder / REPORT_FILE
 
 
-async def _read(url: str, run: str, known: bool) -> Status:
-    """Return the status of a run.
+async def _read(url: str, run: str, known: bool) -> tuple[Status, str | None]:
+    """Return the status of a run, and the page that one of its syncers serves.
 
     known: a launcher works on the run, so that it exists even if nothing is on the bus yet.
 
@@ -106,8 +110,15 @@ async def _read(url: str, run: str, known: bool) -> Status:
             clock.now() - began_s > SOON_S
         )  # Redis was down until now, so parties that could not write must not be shown as silent
         status = await read_status(bus, bus.clock, answers_s=0.0 if away else math.inf)
+        pages = await bus.read_pages()
     check_there(status, there)
-    return status
+    return status, _nearest(pages, [one["id"] for one in status["syncers"] if one["leads"]])
+
+
+def _nearest(pages: Mapping[str, str], leads: Collection[str]) -> str | None:
+    """Return the syncers' page to show here: one that can be reached from here if there is any, best the lead's."""
+    here = {name: page.removesuffix(f" on {socket.gethostname()}") for name, page in pages.items()}
+    return here[min(here, key=lambda name: (" on " in here[name], name not in leads))] if here else None
 
 
 def check_there(status: Status, agreed: bool) -> None:
@@ -132,18 +143,19 @@ def _patience() -> Iterator[None]:
         timer.cancel()
 
 
-def _find(settings: BusSettings, folder: Path | None) -> _RunInfo:
+def _find(settings: ViewSettings, folder: Path | None) -> _RunInfo:
     """Return the status or report of the run that `locate` finds.
 
     Raises:
         DilocoError: raised by `locate`, or the Redis has nothing of that run.
     """
-    place = locate(settings, folder)
+    with _patience():
+        place = locate(settings, folder)
     if place.redis_url is not None:
         try:
             with _patience():
-                status = asyncio.run(_read(place.redis_url, place.run, known=place.folder is not None))
-            return _RunInfo(place, status)
+                read = asyncio.run(_read(place.redis_url, place.run, known=place.folder is not None))
+            return _RunInfo(place, *read)
         except BusError:
             if place.folder is None:
                 raise
@@ -182,14 +194,15 @@ Every = Annotated[
 ]
 
 
-@takes(BusSettings)
-def command(settings: BusSettings, folder: RunFolder = None, as_json: AsJson = False, every_s: Every = None) -> None:
+@takes(ViewSettings)
+def command(settings: ViewSettings, folder: RunFolder = None, as_json: AsJson = False, every_s: Every = None) -> None:
     """Show a live run and the address of its page, or the report of a finished one."""
     console = Console()
     found = _find(settings, folder)
     if every_s is None:
         _put(console, found, as_json)
         return
+    settings = settings.model_copy(update={"run": found.place.run})  # the same run, whichever others begin meanwhile
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     try:
         if live is not None:
@@ -213,7 +226,7 @@ def command(settings: BusSettings, folder: RunFolder = None, as_json: AsJson = F
 command.cls = _Watching  # type: ignore[attr-defined]  # instead of the class that `takes` sets
 
 
-def _again(settings: BusSettings, folder: Path | None, every_s: float) -> _RunInfo:
+def _again(settings: ViewSettings, folder: Path | None, every_s: float) -> _RunInfo:
     """Call `_find` until Redis can be reached."""
     while True:
         try:

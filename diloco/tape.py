@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diloco.launcher.locate import is_live, locate
-from diloco.options import AsJson, takes
+from diloco.options import AsJson, ViewSettings, takes
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BadMessage, UsageError
@@ -23,7 +23,6 @@ from diloco.pipeline.messages.run import moment
 from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import decode_tape
 from diloco.pipeline.process.cores import one_blas_thread
-from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.units import as_bytes
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.replay.recording import list_recording
@@ -158,7 +157,7 @@ def archive_of(folder: Path) -> Path | None:
     return next((place for place in (folder / "tape", folder) if any(place.glob("*.msgpack"))), None)
 
 
-def records_of(settings: BusSettings, folder: Path | None) -> list[TapeRecord]:
+def records_of(settings: ViewSettings, folder: Path | None) -> list[TapeRecord]:
     """Return the tape in `folder`, a --tape-dir or a run's output folder, or else of the run that `locate` finds.
 
     The tape of a live run is its archive, followed by the records that are only on the bus yet.
@@ -187,9 +186,9 @@ def records_of(settings: BusSettings, folder: Path | None) -> list[TapeRecord]:
     return records
 
 
-@takes(BusSettings)
+@takes(ViewSettings)
 def command(
-    settings: BusSettings, folder: TapeFolder = None, json_lines: AsJson = False, recording: Recording = None
+    settings: ViewSettings, folder: TapeFolder = None, json_lines: AsJson = False, recording: Recording = None
 ) -> None:
     """Print a run's event tape: merges with their contributions, refusals with their reasons, windows.
 
@@ -205,7 +204,7 @@ def command(
 # --- replay ---------------------------------------------------------------------------------------------
 
 
-def check_replay(settings: BusSettings, recording: Path, folder: Path | None, json_object: bool) -> int:
+def check_replay(settings: ViewSettings, recording: Path, folder: Path | None, json_object: bool) -> int:
     """Replay `recording`, print the result, and return the exit status: 1 if anything differs.
 
     Raises:
@@ -226,7 +225,7 @@ def check_replay(settings: BusSettings, recording: Path, folder: Path | None, js
     return 1 if outcome.differences else 0
 
 
-def _tape(settings: BusSettings, recording: Path, folder: Path | None) -> list[TapeRecord]:
+def _tape(settings: ViewSettings, recording: Path, folder: Path | None) -> list[TapeRecord]:
     """Return the archived tape of `folder` or of the folder around the recording, else the tape that `locate` finds."""
     if folder is None and settings.redis_url is None and any((recording.absolute().parent / "tape").glob("*.msgpack")):
         folder = recording.absolute().parent

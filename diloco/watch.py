@@ -23,11 +23,12 @@ LOOK_S = 1.0
 # A run whose folder is gone counts as ended once its Redis has not answered for this long; less may be a failover.
 AWAY_S = 60.0
 
-Web = Annotated[bool, typer.Option("--web", help="Serve a web page")]
 To = Annotated[
     str | None,
     typer.Option(
-        "--to", metavar="tensorboard|wandb", help="Write curves for this tracker until the run is finished or Ctrl-C"
+        "--to",
+        metavar="tensorboard|wandb",
+        help="Serve no page; write curves for this tracker until the run is finished or Ctrl-C",
     ),
 ]
 Into = Annotated[
@@ -91,24 +92,18 @@ def _gone(place: Place, error: BusError) -> DilocoError:
 
 
 @takes(WatchProcess)
-def command(
-    settings: WatchProcess, folder: RunFolder = None, web: Web = False, to: To = None, into: Into = None
-) -> None:
+def command(settings: WatchProcess, folder: RunFolder = None, to: To = None, into: Into = None) -> None:
     """Serve the page of any run from this machine, until Ctrl-C. It needs only the right to read the run's Redis.
 
     When the run is finished, the command says so and keeps the page up.
 
     This does not affect learners and syncers. `diloco run` and `diloco syncer` already serve the same page.
 
-    With --to, write the run's curves to TensorBoard's files or to Weights & Biases instead.
+    With --to, write the run's curves to TensorBoard's files or to Weights & Biases instead. To watch in a terminal, use
+    `diloco status --watch`.
 
-    Example: diloco watch --web --redis-url redis://HOST:6379 --run my-run
+    Example: diloco watch --redis-url redis://HOST:6379 --run my-run
     """
-    if web == (to is not None):
-        raise UsageError(
-            "pass --web or --to: `diloco watch --web` serves a page, `--to tensorboard` or `--to wandb` writes curves; "
-            "to watch in the terminal, use `diloco status --watch`"
-        )
     if into is not None and to is None:
         raise UsageError("--into is the folder for --to: leave it out, or pass --to")
     place = locate(settings, folder)

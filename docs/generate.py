@@ -136,7 +136,7 @@ def _metrics() -> str:
             "# Metrics",
             "",
             "You look up what a syncer exports to Prometheus at `/metrics`. The page of `diloco run` or",
-            "`diloco watch --web` exports the metrics of the run there.",
+            "`diloco watch` exports the metrics of the run there.",
             GENERATED,
             "",
         ),

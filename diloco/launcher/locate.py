@@ -1,5 +1,6 @@
 """Find a run: by Redis URL, by its output folder, or as the newest one in runs/."""
 
+import asyncio
 import os
 import re
 from collections.abc import Mapping
@@ -9,7 +10,9 @@ from typing import Self
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from diloco.pipeline.errors import UsageError
+from diloco.options import ViewSettings
+from diloco.pipeline.bus.redis.run_list import connect_runs
+from diloco.pipeline.errors import DilocoError, NotPermitted, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.methods import RunMethod
@@ -26,6 +29,8 @@ REPORT_FILE = "report.json"
 DAMAGED = "if that run is over, delete the file; if it is still running, use --redis-url and --run instead"
 # Tolerance of `began_before`: the clock may have been set by at most this much since the machine was started.
 CLOCK_S = 60.0
+# Maximum number of runs that an error names.
+MAX_NAMES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +161,40 @@ def ended_without_report(folder: Path) -> str:
     return said
 
 
+async def _only_run(url: str) -> str:
+    """Return the name of the only run on a Redis.
+
+    Raises:
+        DilocoError: there is none, or the Redis does not answer.
+        UsageError: there are several, or this user may not list them.
+    """
+    async with connect_runs(url) as runs:
+        try:
+            names = await runs.names()
+        except NotPermitted:
+            raise UsageError("this Redis user may not list the runs", "choose one with --run") from None
+    if not names:
+        raise DilocoError("no runs on this Redis")
+    if len(names) > 1:
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        raise UsageError(f"this Redis has the runs {', '.join(names[:MAX_NAMES])}{more}", "choose one with --run")
+    return names[0]
+
+
 def locate(settings: BusSettings, folder: Path | None) -> Place:
     """Find the run that a command is about: by the folder, else the Redis URL, else the newest folder in runs/.
 
-    If --run is given, only folders in runs/ of runs with that name count.
+    If --run is given, only folders in runs/ of runs with that name count. Otherwise a command that only reads takes the
+    only run on the Redis, and any other command the one with the default name.
 
     Raises:
-        UsageError: there is no such run, or it ended without a report.
+        UsageError: there is no such run, or it ended without a report; or none was chosen of several.
+        DilocoError: the Redis has no run, or does not answer.
     """
     if folder is None:
         if (url := settings.bus_url()) is not None:
-            return Place(settings.run, url, None)
+            guess = isinstance(settings, ViewSettings) and "run" not in settings.model_fields_set
+            return Place(asyncio.run(_only_run(url)) if guess else settings.run, url, None)
         candidates = [file.parent for name in (RUN_FILE, REPORT_FILE) for file in RUNS.glob(f"*/{name}")]
         of_run = ""
         if "run" in settings.model_fields_set:

@@ -61,12 +61,7 @@ async def served(
     def ready() -> tuple[bool, str]:
         return True, "the page only watches the run"
 
-    host, port = settings.http_host, settings.http_port
-    token = None if settings.http_token is None else settings.http_token.get_secret_value()
-    http = await start_http(status, ready, registry, collector.follow, host, port, token)
-    asks = " (it requires DILOCO_HTTP_TOKEN)" if token else ""
-    address = f"http://{_reached(host, http.addresses[0][1])}/"
-    tell(f"page {address}{asks}")
+    http, address = await start_http(status, ready, registry, collector.follow, settings, tell)
     collecting = asyncio.create_task(collector.run())
     try:
         yield collector, address
@@ -87,13 +82,6 @@ def redis_route(url: str, own: Mapping[str, LearnerLaunch] | None = None) -> Red
         found = shutil.which("diloco")
         started = "diloco" if found and Path(found).resolve() == program else quote(str(program))
     return replace(RedisRoute.of(url), program=started, own={} if own is None else own)
-
-
-def _reached(host: str, port: int) -> str:
-    """Return the host and port at which a browser on this machine finds the page."""
-    if host in ("0.0.0.0", "::", "*", ""):  # noqa: S104  # asked for, not listened on here
-        host = "127.0.0.1"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @asynccontextmanager

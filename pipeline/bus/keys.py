@@ -103,9 +103,10 @@ class RunKeys:
 
     @property
     def syncers(self) -> str:
-        """Hash: nonce of a syncer -> `until saved name`, separated by blanks.
+        """Hash: nonce of a syncer -> `until saved name page`, separated by blanks.
 
-        until: server time in ms until which it counts as live; saved: tokens of its checkpoint, 0 if it has none.
+        until: server time in ms until which it counts as live; saved: tokens of its checkpoint, 0 if it has none; page:
+        where it serves the page, missing if it serves none.
         """
         return self._of_run("syncers")
 

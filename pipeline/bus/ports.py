@@ -349,10 +349,17 @@ class FragmentLeases(Keyed, Protocol):
 class SyncerBoard(Keyed, Protocol):
     """The list of live syncers."""
 
-    async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
+    async def announce_syncer(
+        self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0, page: str = ""
+    ) -> tuple[str, ...]:
         """Announce a syncer as live for another `ttl_s`; return the nonces of all live syncers, sorted.
 
-        saved_tokens: tokens in the checkpoint that it would restore to a bus without the run; 0 if it has none.
+        Args:
+            nonce: identifies the syncer.
+            name: its name (a `PartyName`), for display.
+            ttl_s: how long it counts as live.
+            saved_tokens: tokens in the checkpoint that it would restore to a bus without the run; 0 if it has none.
+            page: where it serves the run's page, for display; "" if it serves none.
         """
 
     async def withdraw_syncer(self, nonce: str) -> None:
@@ -360,6 +367,9 @@ class SyncerBoard(Keyed, Protocol):
 
     async def read_syncers(self) -> dict[str, str]:
         """Return nonce -> name of all live syncers, sorted by nonce."""
+
+    async def read_pages(self) -> dict[str, str]:
+        """Return name -> page of the live syncers that serve one; a page that cannot be displayed is left out."""
 
     async def read_savers(self) -> Sequence[tuple[int, str, str]]:
         """Return (tokens, nonce, name) of the live syncers that have a checkpoint to restore, most tokens last."""

@@ -189,15 +189,21 @@ class LiveSyncer(NamedTuple):
     saved_tokens: int
     nonce: str
     name: str
+    page: str = ""
+
+
+# Where a syncer serves its page: bounded, and without characters that a terminal would obey.
+_PAGE = re.compile(rb"http://[!-~]{1,255}/( on [!-~]{1,255})?")
 
 
 def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> list[LiveSyncer]:
     """Return the syncers whose entries have not expired, sorted by nonce; unreadable entries are skipped."""
     live = []
     for nonce, value in sorted(found.items()):
-        until_ms, saved, name = [*value.split(b" ", 2), b"", b""][:3]
+        until_ms, saved, name, page = [*value.split(b" ", 3), b"", b"", b""][:4]
         if _is_count(until_ms) and _is_count(saved) and int(until_ms) > now_ms:
-            live.append(LiveSyncer(int(saved), nonce.decode(errors="replace"), name.decode(errors="replace")))
+            shown = page.decode() if _PAGE.fullmatch(page) else ""
+            live.append(LiveSyncer(int(saved), nonce.decode(errors="replace"), name.decode(errors="replace"), shown))
     return live
 
 
@@ -206,9 +212,9 @@ def syncer_names(live: Iterable[LiveSyncer]) -> dict[str, str]:
     return {one.nonce: one.name for one in live}
 
 
-def savers(live: Iterable[LiveSyncer]) -> list[LiveSyncer]:
+def savers(live: Iterable[LiveSyncer]) -> list[tuple[int, str, str]]:
     """Return the syncers that have a checkpoint to restore, most tokens last (`SyncerBoard.read_savers`)."""
-    return sorted(one for one in live if one.saved_tokens)
+    return sorted((one.saved_tokens, one.nonce, one.name) for one in live if one.saved_tokens)
 
 
 def shard_count(blob: bytes | None) -> int:

@@ -11,9 +11,12 @@ only readers of the page's events may stay longer. A connection above the maximu
 """
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
@@ -25,11 +28,15 @@ from typing_extensions import override
 
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.page.assets import POLICY, served
+from diloco.pipeline.view.page.join_command import ANYWHERE
 from diloco.syncer.times import TIMES
 
 # Maximum number of open connections.
 CONNECTIONS = 64
+# Number of ports that are tried after the default one, if that is in use.
+NEXT_PORTS = 20
 
 # `follow()` yields server-sent events without end (`pipeline.view.page.collector`).
 Follow = Callable[[], AsyncIterator[bytes]]
@@ -157,17 +164,18 @@ async def start_http(
     ready: Callable[[], tuple[bool, str]],
     registry: CollectorRegistry,
     follow: Follow,
-    host: str,
-    port: int,
-    token: str | None = None,
-) -> web.ServerRunner:
-    """Start the server, which runs until `cleanup()` of the returned runner.
+    settings: HttpSettings,
+    tell: Callable[[str], object] = lambda line: None,
+) -> tuple[web.ServerRunner, str]:
+    """Start the server; return its runner, until whose `cleanup()` it runs, and the page's address on this machine.
 
-    Port 0 takes a free port; the runner's `addresses` has it.
+    Port 0 takes a free port. If the default port is in use, the next free one is taken. `tell` gets the line for users.
 
     Raises:
         UsageError: the server cannot listen on the address.
     """
+    host, port = settings.http_host, settings.http_port
+    token = None if settings.http_token is None else settings.http_token.get_secret_value()
     one_at_a_time, log = asyncio.Lock(), structlog.get_logger()
 
     async def healthz() -> web.Response:
@@ -227,14 +235,33 @@ async def start_http(
     server = _Server(answer_or_log)
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     await runner.setup()
-    try:  # the event loop accepts a whole backlog at once, so it must not be longer than the number of connections
-        await web.TCPSite(runner, host, port, backlog=CONNECTIONS).start()
-    except OSError as error:
-        await runner.cleanup()
-        why = f"{error.strerror or error}; use port 0 for any free port"
-        raise UsageError(f"cannot listen on http_host={host} http_port={port}: {why}") from error
+    last = port if "http_port" in settings.model_fields_set or port == 0 else port + NEXT_PORTS
+    for tried in range(port, last + 1):
+        try:  # the event loop accepts a whole backlog at once, so it must not be longer than the number of connections
+            await web.TCPSite(runner, host, tried, backlog=CONNECTIONS).start()
+            break
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and tried < last:
+                continue
+            await runner.cleanup()
+            why = f"{os.strerror(error.errno) if error.errno else error}; use port 0 for any free port"
+            raise UsageError(f"cannot listen on http_host={host} http_port={port}: {why}") from error
     log.info("http_listening", address=runner.addresses[0])
+    name = "127.0.0.1" if host in ANYWHERE else f"[{host}]" if ":" in host else host
+    page = f"http://{name}:{runner.addresses[0][1]}/"
+    taken = f" (port {port} is in use)" if tried != port else ""
+    tell(f"page {page}{taken}{' (it requires DILOCO_HTTP_TOKEN)' if token else ''}")
     if token is None and not _is_loopback(host):
         hint = "anyone who can reach it can read status and metrics: set DILOCO_HTTP_TOKEN, or listen on 127.0.0.1 only"
         log.warning("http_open", host=host, detail=hint)
-    return runner
+    return runner, page
+
+
+def announced_page(page: str, host: str) -> str:
+    """Return a page's address for readers elsewhere: one that holds on this machine only is followed by " on NAME".
+
+    host: the address that the server was told to listen on.
+    """
+    if host in ANYWHERE:
+        return page.replace("127.0.0.1", socket.gethostname())
+    return f"{page} on {socket.gethostname()}" if _is_loopback(host) else page

@@ -17,6 +17,7 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusUnavailable, DilocoError, exit_status
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.process.output import survive_closed_pipes
 from diloco.pipeline.process.party_names import own_name
 from diloco.pipeline.process.signals import AGAIN_STATUS, stop_event
 from diloco.pipeline.retry import retry
@@ -55,6 +56,8 @@ class SyncerService:
         self._status = StatusReader(bus, clock, settings.liveness_s)
         self.nonce = random_hex(8)
         self.id = settings.syncer_id or own_name(self.nonce)
+        self.page = ""
+        """Where this process serves the run's page, for display."""
         self.serving: Serving | None = None
         """None before the spec is agreed."""
         self.finished = False
@@ -103,7 +106,7 @@ class SyncerService:
             DilocoError: the settings, the spec or the checkpoint cannot be used.
         """
         warnings = BusWarnings()
-        start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload, warnings)
+        start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload, warnings, self.page)
         spec = await _until(stop, start.spec())
         if spec is None:
             self.finished = start.finished
@@ -137,6 +140,7 @@ class SyncerService:
             random_hex=self._random_hex,
             recorder=recorder,
             speed=await speed_for(spec.sync, layout, self._offload),
+            page=self.page,
         )
 
 
@@ -170,8 +174,10 @@ async def _reach(url: str, run: str) -> Bus:
 
 async def serve(settings: SyncerProcess) -> int:
     """Run a syncer against a real Redis until the run is finished or a signal comes; return the exit status."""
-    from diloco.syncer.serving.http import start_http
+    from diloco.syncer.serving.http import announced_page, start_http
 
+    survive_closed_pipes()
+    tell = partial(print, flush=True)  # for people; logs go to standard error
     url = settings.need_url()
     stop, metrics = stop_event(), Metrics(settings.run)
     reach = partial(_reach, url, settings.run)
@@ -181,9 +187,8 @@ async def serve(settings: SyncerProcess) -> int:
     service = SyncerService(bus, bus.clock, settings, metrics)
     collector = Collector(bus, service.clock, settings.liveness_s, route=RedisRoute.of(url))
     metrics.registry.register(RunMetrics(collector.reading, service.clock, service.leads))
-    host, port = settings.http_host, settings.http_port
-    token = None if settings.http_token is None else settings.http_token.get_secret_value()
-    http = await start_http(service.status, service.ready, metrics.registry, collector.follow, host, port, token)
+    http, page = await start_http(service.status, service.ready, metrics.registry, collector.follow, settings, tell)
+    service.page = announced_page(page, settings.http_host)
     try:
         async with in_background(collector.run(), _keep_scripts(bus.ensure_scripts, metrics)):
             await service.run(stop)

@@ -145,6 +145,8 @@ class Start:
     """Name of the syncer, for the tape."""
     offload: Offload
     bus_warnings: BusWarnings
+    page: str = ""
+    """Where the syncer serves the run's page, for display."""
     finished: bool = False
     """True if the run had ended before this start, so that there is nothing to do."""
 
@@ -196,7 +198,7 @@ class Start:
         wanted = Wanted(sync={name: given[name] for name in given.keys() & self.settings.model_fields_set})
         while data is None:
             # This lets `diloco status` tell a run that waits for learners from one that does not exist.
-            await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
+            await _retry(self._announce)
             if wanted.sync:
                 offer = partial(self.bus.offer_wanted, wanted, self.settings.lease_s)
                 agree(self.settings, (await _retry(offer)).sync, SyncSettings, WAITING_SYNCER)
@@ -280,8 +282,7 @@ class Start:
         """
         looked_s = self.clock.now()
         while True:
-            say = partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s)
-            await _retry(partial(say, checkpoint.state.tokens))
+            await _retry(partial(self._announce, checkpoint.state.tokens))
             _, first, name = (await _retry(self.bus.read_savers) or [(0, self.nonce, self.name)])[-1]
             if self.clock.now() - looked_s >= min(TIMES.announced_s, self.settings.lease_s) and first == self.nonce:
                 if await _retry(partial(self._put, checkpoint, mode)):
@@ -290,7 +291,10 @@ class Start:
                 structlog.get_logger().info("resumed_by_another", syncer=name)
                 break
             await asyncio.sleep(TIMES.poll_s)
-        await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
+        await _retry(self._announce)
+
+    async def _announce(self, saved_tokens: int = 0) -> None:
+        await self.bus.announce_syncer(self.nonce, self.name, self.settings.lease_s, saved_tokens, self.page)
 
     async def _acquire(self, fragments: Sequence[int]) -> bool:
         for p in fragments:

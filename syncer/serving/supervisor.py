@@ -50,7 +50,8 @@ class Serving:
         self._bus, self._clock, self._watch = context.bus, context.clock, context.watch
         initial = InitialVersions(context)
         self.owners = [FragmentOwner(context, layout, initial) for layout in context.layout.fragments]
-        self.leases = Leases(self._bus, self._clock, self.owners, context.nonce, context.name, settings.lease_s)
+        presence = context.nonce, context.name, settings.lease_s, context.page
+        self.leases = Leases(self._bus, self._clock, self.owners, *presence)
         self._lost = BusRestorer(self._bus, self._clock, context.agreed, self.owners)
         self._lead = Lead(context)
         self._servers: frozenset[str] = frozenset()

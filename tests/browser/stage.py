@@ -5,7 +5,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
 
+from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.page.collector import Collector
 from diloco.syncer.serving.http import start_http
 from diloco_studies.virtual.memory import MemoryBus
@@ -25,9 +27,8 @@ async def page_of(collector: Any, token: str | None = None, port: int = 0) -> As
     async def status() -> dict[str, Any]:
         return {}
 
-    runner = await start_http(
-        status, lambda: (True, ""), CollectorRegistry(), collector.follow, "127.0.0.1", port, token
-    )
+    settings = HttpSettings(http_port=port, http_token=None if token is None else SecretStr(token))
+    runner, _ = await start_http(status, lambda: (True, ""), CollectorRegistry(), collector.follow, settings)
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
     finally:

@@ -452,7 +452,7 @@ def test_a_damaged_run_file_is_refused_by_name_with_what_to_do(left, wrong, tmp_
     assert "if that run is over, delete the file" in said
 
 
-@pytest.mark.parametrize("command", [["finish"], ["watch", "--web"]])
+@pytest.mark.parametrize("command", [["finish"], ["watch"]])
 def test_a_live_run_without_a_redis_is_not_said_to_be_over(command, tmp_path, capsys):
     """The data-parallel baseline has none."""
     write_run(tmp_path / "out", method="data-parallel", redis_url=None, budget_tokens=5)

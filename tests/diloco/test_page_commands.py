@@ -1,4 +1,4 @@
-"""`diloco watch --web` and `diloco report`: the page beside a run, and of one that is over."""
+"""`diloco watch` and `diloco report`: the page beside a run, and of one that is over."""
 
 import asyncio
 import json
@@ -55,8 +55,8 @@ def model_in(page: Path) -> dict[str, object]:
 
 @contextmanager
 def watching(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """`diloco watch --web`, with a token."""
-    command = [sys.executable, "-m", "diloco", "watch", "--web", *arguments]
+    """`diloco watch`, with a token."""
+    command = [sys.executable, "-m", "diloco", "watch", *arguments]
     env = environment(DILOCO_HTTP_TOKEN="correct-horse", PYTHONUNBUFFERED="1")  # noqa: S106  # made up
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -267,11 +267,6 @@ def test_a_process_that_has_the_launchers_id_by_now_is_not_taken_for_it(
         os.utime(file, (1e9, 1e9))
         assert main(["status", str(tmp_path)]) == 2
         assert "ended without a report" in capsys.readouterr().err
-
-
-def test_watch_says_how_it_can_watch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", "--redis-url", "redis://127.0.0.1:1"]) == 2
-    assert "diloco watch --web" in capsys.readouterr().err
 
 
 async def test_a_page_outlives_the_output_folder_of_its_run_for_as_long_as_redis_answers(

@@ -156,7 +156,7 @@ def test_a_variable_that_says_neither_yes_nor_no_is_told_so(
         ("learner-anna", ["learner", "--learner-id", "anna"]),
         ("evaluator", ["evaluator"]),
         ("viewer", ["status"]),
-        ("viewer", ["watch", "--web"]),
+        ("viewer", ["watch"]),
         ("operator", ["finish"]),
     ],
 )

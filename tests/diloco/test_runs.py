@@ -113,7 +113,7 @@ def test_a_run_of_another_wire_format_is_told_of_with_both_numbers_and_what_work
         f"end it first with `diloco finish --run {held.name}` with a build that can read it, or stop its parties"
         in said
     )
-    watching = ("watch", "--web", "--run", held.name, "--http-port", "0")
+    watching = ("watch", "--run", held.name, "--http-port", "0")
     for command in (("finish", "--run", held.name), ("runs", "extend", held.name, "--tokens", "5M"), watching):
         assert held.diloco(*command) == 2
         assert capsys.readouterr().err.startswith(f"error: {both}{does}")

@@ -169,6 +169,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     await syncer.release_lease(0, NONCE)
     await syncer.withdraw_syncer(NONCE)
     assert await syncer.read_syncers() == {}
+    assert await syncer.read_pages() == {}
     assert await syncer.read_savers() == []
     assert (await syncer.info()).version
     await syncer.delete_run()

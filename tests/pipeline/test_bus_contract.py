@@ -680,13 +680,27 @@ async def test_a_syncer_is_here_until_its_time_is_over_or_it_withdraws(bus: Bus)
 
 
 async def test_syncers_with_a_checkpoint_are_told_with_the_most_tokens_last(bus: Bus) -> None:
-    await bus.announce_syncer(A, "one more", 10, saved_tokens=500)
+    await bus.announce_syncer(A, "one-more", 10, saved_tokens=500)
     await bus.announce_syncer(B, "two", 10, saved_tokens=70)
     await bus.announce_syncer("cc" * 8, "three", 10)
-    assert [tuple(one) for one in await bus.read_savers()] == [(70, B, "two"), (500, A, "one more")]
-    assert (await bus.read_syncers())[A] == "one more"
-    await bus.announce_syncer(A, "one more", 10)
+    assert [tuple(one) for one in await bus.read_savers()] == [(70, B, "two"), (500, A, "one-more")]
+    assert (await bus.read_syncers())[A] == "one-more"
+    await bus.announce_syncer(A, "one-more", 10)
     assert [name for _, _, name in await bus.read_savers()] == ["two"]
+
+
+async def test_the_pages_of_syncers_are_read_by_their_names_if_they_can_be_shown(bus: Bus, backdoor: Backdoor) -> None:
+    """A page is one line of bounded length and without control characters, whatever is in the table."""
+    await bus.announce_syncer(A, "one", 10, saved_tokens=5, page="http://127.0.0.1:8080/ on gpu-7")
+    await bus.announce_syncer(B, "two", 10)
+    strange = ("http://x/\x1b[2J", "javascript:alert()", f"http://{'x' * 256}/", "http://x/ on a b")
+    for number, page in enumerate(strange):
+        backdoor.hset(bus.keys.syncers, f"strange-{number}", f"9999999999999 0 three-{number} {page}".encode())
+    assert await bus.read_pages() == {"one": "http://127.0.0.1:8080/ on gpu-7"}
+    assert {"one", "two", "three-0"} <= set((await bus.read_syncers()).values())
+    assert [tuple(one) for one in await bus.read_savers()] == [(5, A, "one")]
+    await bus.announce_syncer(A, "one", 10)
+    assert await bus.read_pages() == {}
 
 
 async def test_a_run_that_is_deleted_leaves_nothing(bus: Bus, backdoor: Backdoor) -> None:

@@ -11,8 +11,10 @@ import pytest
 import redis
 import yaml
 from prometheus_client import generate_latest
+from pydantic import SecretStr
 
 from diloco.pipeline.bus.embedded import free_port
+from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import RunMetrics
@@ -63,8 +65,8 @@ async def test_a_syncer_is_scraped_with_its_token_and_without_one(tmp_path: Path
     async def status() -> dict[str, Any]:
         return {}
 
-    asked = TOKEN if given else None
-    runner = await start_http(status, lambda: (True, ""), Metrics("r").registry, no_events, "127.0.0.1", 0, asked)
+    settings = HttpSettings(http_port=0, http_token=SecretStr(TOKEN) if given else None)
+    runner, _ = await start_http(status, lambda: (True, ""), Metrics("r").registry, no_events, settings)
     try:
         target = f"127.0.0.1:{runner.addresses[0][1]}"
         prometheus = LocalPrometheus(tmp_path / "prometheus", free_port(), [target], given)

@@ -4,6 +4,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from pydantic import SecretStr
+
+from diloco.pipeline.settings import HttpSettings
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.http import start_http
 from tests.serving import no_events
@@ -25,7 +28,8 @@ async def listening(
     token: str | None = None,
 ) -> AsyncIterator[int]:
     """Its port."""
-    runner = await start_http(status, ready, (metrics or Metrics()).registry, events, host, 0, token)
+    settings = HttpSettings(http_host=host, http_port=0, http_token=None if token is None else SecretStr(token))
+    runner, _ = await start_http(status, ready, (metrics or Metrics()).registry, events, settings)
     try:
         yield runner.addresses[0][1]
     finally:

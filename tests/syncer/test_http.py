@@ -1,5 +1,6 @@
 """The HTTP side, asked over a real socket."""
 
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,9 +11,9 @@ from structlog.testing import capture_logs
 
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.messages.fragment import Contribution
-from diloco.pipeline.settings import SyncerProcess, load
+from diloco.pipeline.settings import HttpSettings, SyncerProcess, load
 from diloco.syncer.metrics import Metrics
-from diloco.syncer.serving.http import start_http
+from diloco.syncer.serving.http import announced_page, start_http
 from tests import samples
 from tests.serving import no_events
 from tests.syncer.http_side import TOKEN, fine, listening
@@ -158,4 +159,28 @@ async def test_a_taken_port_is_said_in_words():
     """The person at the command line learns which setting to change."""
     async with listening() as port:
         with pytest.raises(UsageError, match=f"http_port={port}"):
-            await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, "127.0.0.1", port)
+            await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, HttpSettings(http_port=port))
+
+
+async def test_the_next_port_is_taken_in_place_of_the_default_one_and_said_in_one_line(monkeypatch):
+    """Nobody has asked for the default. A second syncer of a machine needs no flag."""
+    told = list[str]()
+    async with listening() as port:
+        monkeypatch.setattr("diloco.syncer.serving.http.NEXT_PORTS", 50)
+
+        class Usual(HttpSettings):
+            http_port: int = port
+
+        settings = Usual()
+        runner, page = await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, settings, told.append)
+        await runner.cleanup()
+    assert port < int(page.rpartition(":")[2].rstrip("/")) <= port + 50
+    assert told == [f"page {page} (port {port} is in use)"]
+
+
+def test_an_address_that_holds_on_one_machine_names_it_for_readers_elsewhere(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
+    assert announced_page("http://127.0.0.1:8080/", "127.0.0.1") == "http://127.0.0.1:8080/ on gpu-7"
+    assert announced_page("http://[::1]:8080/", "::1") == "http://[::1]:8080/ on gpu-7"
+    assert announced_page("http://127.0.0.1:8080/", "0.0.0.0") == "http://gpu-7:8080/"  # noqa: S104
+    assert announced_page("http://10.0.0.5:8080/", "10.0.0.5") == "http://10.0.0.5:8080/"

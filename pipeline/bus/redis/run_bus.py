@@ -195,10 +195,12 @@ class RedisRunData(RedisConnection, SpecAndState, Reports, RunLogs, InitialUploa
     async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
         return await self._log(self.keys.evaluations, Evaluation, after, limit)
 
-    # Live syncers: a hash, nonce -> expiry, tokens of its checkpoint, and name.
+    # Live syncers: a hash, nonce -> expiry, tokens of its checkpoint, name, and page.
 
-    async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
-        told = nonce, f"{saved_tokens} {name}", to_ms(ttl_s)
+    async def announce_syncer(
+        self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0, page: str = ""
+    ) -> tuple[str, ...]:
+        told = nonce, f"{saved_tokens} {name} {page}".rstrip(), to_ms(ttl_s)
         (live,) = await self._redis.script("announce_syncer", [self.keys.syncers], *told)
         return tuple(sorted(one.decode(errors="replace") for one in live))
 
@@ -207,6 +209,9 @@ class RedisRunData(RedisConnection, SpecAndState, Reports, RunLogs, InitialUploa
 
     async def read_syncers(self) -> dict[str, str]:
         return schema.syncer_names(await self._live())
+
+    async def read_pages(self) -> dict[str, str]:
+        return {one.name: one.page for one in await self._live() if one.page}
 
     async def read_savers(self) -> Sequence[tuple[int, str, str]]:
         return schema.savers(await self._live())

@@ -28,6 +28,15 @@ class RedisRuns:
     def __init__(self, calls: RedisCalls) -> None:
         self._calls = calls
 
+    async def names(self) -> list[str]:
+        """Return the names of all runs, sorted.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+            NotPermitted: this user may not list the keys.
+        """
+        return sorted({run_of(key) async for keys in self._calls.keys(f"{PREFIX}{{*") for key in keys} - {""})
+
     async def taken(self) -> Mapping[str, Taken]:
         """Return each run's use by its name. Keys added or deleted meanwhile may be missed.
 

@@ -1,5 +1,5 @@
 -- Say that a syncer is here until its time is over; those whose time is over go. Answers the nonces of all that are.
--- KEYS: syncers. ARGV: nonce; saved tokens and name; ttl in ms.
+-- KEYS: syncers. ARGV: nonce; saved tokens, name and page; ttl in ms.
 local syncers = KEYS[1]
 local nonce, name, ttl_ms = unpack(ARGV)
 local wrong = mistyped(syncers, 'hash')
