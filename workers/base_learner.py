@@ -89,7 +89,7 @@ class BaseLearner:
             self._batches.stepped()
         tokens = joined.stepped(tokens)
         if loss is not None:
-            training.losses.add(loss)
+            training.losses.add(loss, self.times.elapsed_s(entered))
         training.keeper.stepped(joined.shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()

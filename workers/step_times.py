@@ -50,6 +50,11 @@ class StepTimes:
         self.blocked_s += now - entered
         self._returned = now
 
+    def elapsed_s(self, now: float) -> float:
+        """Seconds since training began; 0.0 before."""
+        # The training thread may have begun after `now` was read.
+        return max(0.0, now - self._began) if self._began else 0.0
+
     @property
     def step_s(self) -> float:
         """Recent time of a step of the user's code; 0.0 before the first."""
@@ -66,6 +71,5 @@ class StepTimes:
             "step_s": self.step_s,
             "step_s_median": self._median[0],
             "blocked_s": self.blocked_s,
-            # The training thread may have begun after `now` was read.
-            "wall_s": max(0.0, now - self._began) if self._began else 0.0,
+            "wall_s": self.elapsed_s(now),
         }

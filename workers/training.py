@@ -77,6 +77,7 @@ class Training:
     def report(self, left: bool) -> LearnerReport:
         """Return what others learn of this learner. Called by the exchange thread; it does not block."""
         counts, device = self.rounds.counts, self.parameters.device
+        curve_s, curve = self.losses.curve()
         on_cpu = isinstance(device, torch.device) and device.type == "cpu"
         return LearnerReport(
             learner=self.learner,
@@ -88,6 +89,8 @@ class Training:
             part_unix_s=counts.part_unix_s,
             versions=self.rounds.versions,
             loss=self.losses.shown(),
+            curve_s=curve_s,
+            curve=curve,
             left=left,
             **self.times.reported(time.perf_counter(), left),
             host=socket.gethostname(),

@@ -25,6 +25,8 @@ from diloco.pipeline.messages.wire import (
 )
 
 Adopted = Annotated[int, Field(ge=-1, le=2**48)]
+# A learner's loss curve has at most this many points; once there are more, each point covers twice the time.
+MAX_CURVE = 128
 
 
 class InitialUpload(Message):
@@ -61,6 +63,7 @@ class LearnerReport(Message):
     versions: Annotated[tuple[Adopted, ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Adopted version of each fragment; -1 before the first."""
     loss: Loss | None
+    """Of the newest step."""
     tokens_per_s: Measure
     step_s: StepSeconds
     """Smoothed compute step time."""
@@ -90,6 +93,11 @@ class LearnerReport(Message):
     """Number of processes that train together as this learner."""
     moments: Annotated[str, Field(pattern=r"^[a-z]{0,16}$")] = ""
     """Source of the optimizer's moments, with the values of `Learner.recovered`; "" if not yet reported."""
+    curve_s: StepSeconds = 0.0
+    """Length of the buckets of `curve`, in seconds."""
+    curve: Annotated[bytes, Field(max_length=4 * MAX_CURVE)] = b""
+    """Mean loss in each bucket of time since the first step, as little-endian float32; NaN in one without a step. It is
+    in each report, so that the curve does not depend on who has read earlier ones."""
     part_unix_s: UnixSeconds | None = None
     """`RunState.started_unix_s` of the part of the run to which tokens, overwritten and published belong; None if the
     learner has seen no state of the run yet."""

@@ -86,7 +86,7 @@ class StatusReader:
         while events := await bus.read_events(self._cursor):
             self._cursor, self._told = events[-1][0], self._told.after((one for _, one in events), clock.unix())
         self._told = self._told.after((), clock.unix())
-        status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, self._live_s, self._told, answers_s)
+        status, *_ = await read_status_of(bus, clock, spec, evaluation, info, self._live_s, self._told, answers_s)
         return status
 
 
@@ -104,8 +104,11 @@ async def read_status_of(
     live_s: float | None,
     told: trouble.EventFacts,
     answers_s: float = math.inf,
-) -> tuple[Status, list[Head | None], RunState | None]:
-    """Read the status for a caller that already has the parts that seldom change; return it with its heads and state.
+) -> tuple[Status, list[Head | None], RunState | None, list[SeenReport]]:
+    """Read the status for a caller that already has the parts that seldom change.
+
+    Returns:
+        The status, and what it was made of: heads, the run's state, reports.
 
     bus: its groups are set if there is a spec. told: what events say about learners. answers_s: as in `as_heard`.
     """
@@ -145,4 +148,4 @@ async def read_status_of(
         info.takes_writes,
         [p for p in fragments if p not in there],
     )
-    return status, heads, state
+    return status, heads, state, reports

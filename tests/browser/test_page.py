@@ -5,10 +5,13 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.fragment import RefusalReason, WindowView
 from diloco.pipeline.messages.run import Event
+from diloco.pipeline.view.loss_curves import loss_curves
 from diloco.pipeline.view.page.assets import one_file
 from diloco.pipeline.view.page.collector import Collector, Update
 from diloco.pipeline.view.page.join_command import RedisRoute
@@ -78,12 +81,98 @@ async def test_a_rate_needs_half_of_its_span(page: Tab) -> None:
     world, learners = await under_way(1)
     async with page_of(collector_of(world)) as address:
         await page.open(address)
-        rates = "import('/page/charts.js').then((it) => it.rate({sums}, 0.5, 4))"
+        rates = "import('/page/rates.js').then((it) => it.rate({sums}, 0.5, 4))"
         growing = await page.value(rates.replace("{sums}", "[0, 5, 5, 6, 6, 7, 8, 9, 10, 11]"))
         assert growing == [None, None, None, None, 3, 3.5 / 1.25, 8 / 3, 9 / 3.5, 2.5, 1.5]
         anew = await page.value(rates.replace("{sums}", "[null, null, 90, 91, 92, 93, 94, 3, 4]"))
         assert anew == [None, None, None, None, None, None, 2, None, None]
     await end(*learners)
+
+
+async def test_a_minute_without_merges_is_a_gap(page: Tab) -> None:
+    """Bars end where merges end, and do not fall on a slope; a bar that is hardly under way says nothing yet."""
+    async with page_of(Still(made_up())) as address:
+        await page.open(address)
+        sums = [*range(20), *[19] * 40, *range(20, 40)]  # one a second, none for 40 s, one a second
+        begins, bars = await page.value(f"import('/page/rates.js').then((it) => it.bars({sums}, 0, 1, 0, 83))")
+        assert begins == [0, 10, 20, 30, 40, 50, 60, 70, 80]
+        assert bars == [54, 60, 0, 0, 0, 0, 60, 60, None]
+        assert (await page.value("import('/page/rates.js').then((it) => it.bars([9, 9, 3, 4], 0, 10, 0, 40))"))[1] == [
+            *(0, 0, None, 6)
+        ]
+
+
+async def test_each_learner_has_a_loss_line(page: Tab) -> None:
+    """Thin and by name, against time and tokens; the global loss is thick, and without one the chart says how to get
+    it. Both come with patches to a page that is open."""
+    model = made_up(losses=[[4.0, 3.0], [5.0]])
+    plot = "diloco.charts.plots.get('loss')"
+    series = f"{plot}.series.slice(1).map((one) => [one.label, one.width])"
+    legend = "document.querySelector('#loss .u-legend').innerText.replace(/\\s+/g, ' ')"
+    async with page_of(Still(model)) as address:
+        await page.open(address)
+        await page.until(f"globalThis.diloco?.took.updates > 0 && {plot}")
+        assert await page.value(series) == [["global, held out", 3], ["l0", 1.3], ["l1", 1.3]]
+        lacks = await page.value("document.querySelector('.lacks').innerText")
+        assert lacks.endswith("run an Evaluator (doc: evaluator.md): python -m pydoc diloco.Evaluator"), lacks
+        assert "global" not in await page.value(legend)
+        l0, l1 = await page.value(f"[2, 3].map((n) => {plot}.data[n].filter((one) => one !== null))")
+        assert (l0[0], l0[-1]) == (4.0, 3.0)
+        assert l0 == sorted(l0, reverse=True)
+        assert set(l1) == {5.0}
+        at, tokens, loss = 1998.0, 700, 2.5
+        tail = {"l1/" + "0" * 8: {"from": 1, "losses": [1.0]}}
+        patch = {"losses": [[at, tokens, loss]], "curves": tail}
+        await page.value(f"diloco.model.patch({json.dumps(patch)}), dispatchEvent(new Event('resize')), 0")
+        await page.until(f"({legend}).includes('global, held out2.500')")
+        assert await page.value("document.querySelector('.lacks').innerText.trim()") == ""
+        await page.until(f"{plot}.data[3].filter((one) => one !== null).at(-1) === 1")
+        await page.press("l")
+        await page.until(f"{plot}?.axes[0].label === 'trained tokens'")
+        assert await page.value(f"{plot}.data[0][{plot}.data[1].indexOf({loss})]") == tokens
+        assert page.errors == []
+
+
+async def test_the_line_of_the_chosen_learner_stands_out(page: Tab) -> None:
+    """With its lane; and all are alike again when none is chosen."""
+    alphas = "diloco.charts.plots.get('loss').series.slice(2).map((one) => one.alpha)"
+    async with page_of(Still(made_up(losses=[[4.0, 3.0], [5.0, 4.0]]))) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.charts.plots.has('loss')")
+        await page.value("document.getElementById('learners').focus()")
+        await page.press("ArrowDown")
+        await page.until(f"String({alphas}) === '0.25,1'")
+        await page.press("Escape")
+        await page.until(f"String({alphas}) === '1,1'")
+
+
+async def test_many_learners_are_alike_and_one_absurd_loss_hides_none(page: Tab) -> None:
+    """Their median has a name instead of each of them; the axis leaves out what is rare and far above the rest."""
+    losses = [[4.0, 3.0] for _ in range(39)] + [[4.0, 1e9]]
+    async with page_of(Still(made_up(losses=losses))) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.charts.plots.has('loss')")
+        shown = "[...document.querySelectorAll('#loss .u-series')].filter((one) => one.offsetWidth)"
+        names = f"{shown}.map((one) => one.querySelector('.u-label').textContent)"
+        assert await page.value(names) == ["median of 40 learners"]
+        assert await page.value("diloco.charts.plots.get('loss').scales.y.max") < 10
+        assert page.errors == []
+
+
+@pytest.mark.parametrize("width", [700, 1000, 1400])
+async def test_charts_leave_no_holes(page: Tab, width: int) -> None:
+    """However wide the screen, the last row of charts ends where the first does."""
+    await page.size(width, 900)
+    model = made_up(
+        losses=[[4.0, 3.0]], infos=[BusInfo("id", "7", 0, 9, received_bytes=n, sent_bytes=n) for n in (1, 99)]
+    )
+    async with page_of(Still(model)) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.charts.plots.size === 5")
+        places = "[...document.querySelectorAll('.charts section')].map((one) => one.getBoundingClientRect())"
+        rows = await page.value(f"{places}.map((one) => [Math.round(one.top), Math.round(one.right)])")
+        ends = {top: max(right for other, right in rows if other == top) for top, _ in rows}
+        assert len(set(ends.values())) == 1, rows
 
 
 async def test_a_wrong_token_shows_nothing(page: Tab) -> None:
@@ -226,10 +315,9 @@ async def test_tile_axis_and_events_go_by_one_clock(page: Tab) -> None:
         await page.open(address)
         await page.until("globalThis.diloco?.took.updates > 0 && diloco.charts.plots.has('fate')")
         assert await page.value("diloco.model.coarse.begin") == 1970
+        assert await page.value("diloco.charts.plots.get('fate').scales.x.min") == 0  # parties started before that
         assert await page.value("document.getElementById('tiles').lastElementChild.innerText") == "run time\n0:10"
         assert await page.value("document.getElementById('events').textContent") == "-0:20  l0 joined"
-        last = "document.querySelector('#fate .u-legend .u-series').textContent"
-        await page.until(f"{last} === 'run time0:10'")
         axis = "diloco.charts.plots.get('fate').axes[0].label"
         assert await page.value(axis) == "run time (0:00: the run began)"
 
@@ -285,16 +373,31 @@ class Still(Collector):
         self._whole = Update(-1, b"")
 
 
-def made_up(text: str = "waits for l1", events: Sequence[Event] = ()) -> PageModel:
-    """Two learners and two fragments, of which one has an open window; `text` in all that is free text."""
+def made_up(
+    text: str = "waits for l1",
+    events: Sequence[Event] = (),
+    losses: Sequence[Sequence[float]] = (),
+    infos: Sequence[BusInfo | None] = (None,),
+) -> PageModel:
+    """Two learners and two fragments, of which one has an open window; `text` in all that is free text.
+
+    losses: of each learner, by 4 s. infos: of the server, at polls 20 s apart.
+    """
     window = WindowView(state="collecting", attempt=0, members=("l0",), expected=2, reason=text, deadline_unix_s=None)
     heads = [samples.head(p, version=3, merged_tokens=50, window=window if p else samples.IDLE) for p in range(2)]
-    reports = [samples.seen(f"l{n}", host=text, device=text) for n in range(2)]
+    told = [{"curve_s": 4.0, "curve": np.array(one, "<f4").tobytes()} for one in losses]
+    reports = [
+        samples.seen(f"l{n}", host=text, device=text, **(told[n] if n < len(told) else {}))
+        for n in range(max(2, len(losses)))
+    ]
     state = samples.run_state(started_unix_s=1990.0)
     status = build_status(
         "run", samples.spec(), state, reports, heads, None, [text], 2000.0, 5.0, {"0": text}, ["0"] * 2
     )
     model = PageModel("run")
-    model.see(Poll(now_s=2000.0, status=status, began_s=1990.0, events=events))
+    for n, info in enumerate(infos):
+        curves, told_now = loss_curves(reports, 2000.0), () if n else events
+        now_s = 2000.0 + 20 * n
+        model.see(Poll(now_s=now_s, status=status, began_s=1990.0, events=told_now, info=info, curves=curves))
     model.patch()
     return model

@@ -1,12 +1,15 @@
 """Promises about the losses that a learner is told with its steps: each is its step's, and no report waits for one."""
 
 import json
+import math
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from diloco.pipeline.messages.run import MAX_CURVE
 from diloco.workers.copies.losses import Losses, loss_copy
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import learner_of, reports
@@ -38,11 +41,11 @@ def test_a_report_shows_the_newest_loss_that_is_there_and_waits_for_none() -> No
     losses, first, second, third = Losses(), Late(1.0), Late(2.0), Late(3.0)
     assert losses.shown() is None
     for loss in (first, second, third):
-        losses.add(loss)
+        losses.add(loss, 0.0)
         assert losses.shown() is None
     first.there = second.there = True
     assert losses.shown() == 2.0
-    losses.add(Late(4.0))
+    losses.add(Late(4.0), 0.0)
     assert losses.shown() == 2.0
     third.there = True
     assert losses.shown() == 3.0
@@ -50,7 +53,7 @@ def test_a_report_shows_the_newest_loss_that_is_there_and_waits_for_none() -> No
     for loss in losses._under_way:
         loss.there = True  # type: ignore[attr-defined]
     for one in told:
-        losses.add(one)
+        losses.add(one, 0.0)
     assert losses.shown() == 8.0
     assert not losses._under_way
 
@@ -58,14 +61,34 @@ def test_a_report_shows_the_newest_loss_that_is_there_and_waits_for_none() -> No
 def test_where_a_loss_is_lost_the_one_before_is_shown_and_later_ones_are() -> None:
     """The exchange goes on: what has failed is the loop's to tell."""
     losses = Losses()
-    losses.add(loss_copy(1.0))
-    losses.add(late := Late(2.0))
-    losses.add(Lost(3.0))
+    losses.add(loss_copy(1.0), 0.0)
+    losses.add(late := Late(2.0), 0.0)
+    losses.add(Lost(3.0), 0.0)
     assert losses.shown() == 1.0
     late.there = True
     assert losses.shown() == 2.0
-    losses.add(loss_copy(4.0))
+    losses.add(loss_copy(4.0), 0.0)
     assert losses.shown() == 4.0
+
+
+def test_a_curve_has_the_mean_of_each_bucket_and_is_bounded() -> None:
+    """However long the run and however odd its losses: buckets grow, and what is not finite spoils only its own."""
+    losses = Losses()
+    for at_s, loss in ((0.0, 4.0), (0.1, 2.0), (0.6, 1.0)):
+        losses.add(loss_copy(loss), at_s)
+    every_s, curve = losses.curve()
+    assert every_s == 0.25
+    np.testing.assert_array_equal(np.frombuffer(curve, "<f4"), [3.0, math.nan, 1.0])
+    for second in range(1, 40_000):
+        losses.add(loss_copy(1e300 if second == 9 else 2.0), float(second))
+    every_s, curve = losses.curve()
+    means = np.frombuffer(curve, "<f4")
+    assert MAX_CURVE / 2 <= len(means) <= MAX_CURVE
+    assert len(means) * every_s == pytest.approx(40_000, rel=0.02)
+    assert math.isinf(means[0])
+    np.testing.assert_array_equal(means[1:], 2.0)
+    losses.add(loss_copy(math.nan), 40_000.0)
+    assert math.isnan(np.frombuffer(losses.curve()[1], "<f4")[-1])
 
 
 @pytest.mark.redis
@@ -89,13 +112,13 @@ def test_a_loop_may_write_over_the_loss_that_it_has_told(redis_server: str, tmp_
 def test_neither_a_step_nor_a_report_waits_for_a_cuda_loss() -> None:
     """It is that of its step, though the loop writes over it, and comes by itself."""
     losses, loss = Losses(), torch.zeros((), device="cuda")
-    losses.add(loss_copy(loss))  # what is loaded and allocated once
+    losses.add(loss_copy(loss), 0.0)  # what is loaded and allocated once
     torch.cuda.synchronize()
     assert losses.shown() == 0.0
     began = time.monotonic()
     torch.cuda._sleep(10**10)  # cycles: some seconds
     loss.fill_(2.5)
-    losses.add(loss_copy(loss))
+    losses.add(loss_copy(loss), 0.0)
     loss.fill_(-1.0)
     assert losses.shown() == 0.0
     assert time.monotonic() - began < 1.0

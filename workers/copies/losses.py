@@ -2,16 +2,23 @@
 
 Reading a loss on a CUDA device waits for everything queued before it, and the loop, or a graph that it has compiled,
 may overwrite the tensor meanwhile. So the training thread queues a copy at once, in order with its step (`loss_copy`).
-The exchange thread shows the newest loss that has arrived. Only the writer of `losses.jsonl` waits for any.
+The exchange thread reports the newest loss that has arrived, and a curve of all of them. Only the writer of
+`losses.jsonl` waits for any.
 """
 
+import math
 from collections import deque
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from diloco.pipeline.messages.run import MAX_CURVE
 from diloco.workers.copies.snapshots import Snapshot, snapshot_of
 from diloco.workers.parameters import local_of
+
+# Length of a bucket of the curve at first, in seconds.
+BUCKET_S = 0.25
 
 
 class Loss(Protocol):
@@ -40,22 +47,43 @@ def loss_copy(told: float | torch.Tensor) -> Loss:
 
 
 class Losses:
-    """The losses of one learner, of which the newest that has arrived is shown."""
+    """The losses of one learner: the newest one that has arrived, and their means over time."""
 
     def __init__(self) -> None:
         self._shown: float | None = None
         # Losses that are newer than the shown one. Only the training thread changes the deque. There are few, since no
         # loop gets far ahead of its device.
         self._under_way: deque[Loss] = deque()
+        # Length of a bucket in seconds, and the mean loss in each; NaN where no step ended. The pair is replaced as a
+        # whole, since the exchange thread reads it.
+        self._curve: tuple[float, list[float]] = BUCKET_S, []
+        self._count = 0  # losses in the last bucket
 
-    def add(self, loss: Loss) -> None:
-        """Add the loss of the step just made. For the training thread."""
+    def add(self, loss: Loss, at_s: float) -> None:
+        """Add the loss of the step just made, `at_s` seconds after training began. For the training thread."""
         self._under_way.append(loss)
-        there = True
-        while there and self._under_way:
-            there, self._shown = _seen(self._under_way[0], self._shown)
-            if there:
-                self._under_way.popleft()
+        while self._under_way:
+            there, number = _seen(self._under_way[0], None)
+            if not there:
+                break
+            self._under_way.popleft()
+            if number is not None:
+                self._shown = number
+                self._draw(at_s, number)
+
+    def _draw(self, at_s: float, loss: float) -> None:
+        every_s, means = self._curve
+        while (bucket := int(at_s / every_s)) >= MAX_CURVE:  # twice the length, so half as many
+            means = [_mean(means[at : at + 2]) for at in range(0, len(means), 2)]
+            every_s *= 2
+            self._curve, self._count = (every_s, means), 1
+        if bucket >= len(means):
+            means.extend([math.nan] * (bucket - len(means)))
+            means.append(loss)
+            self._count = 1
+        else:
+            self._count += 1
+            means[-1] += (loss - means[-1]) / self._count
 
     def shown(self) -> float | None:
         """Return the newest loss that has arrived, without waiting; None: there is none. Any thread may call it."""
@@ -65,6 +93,17 @@ class Losses:
             if not there:
                 break
         return shown
+
+    def curve(self) -> tuple[float, bytes]:
+        """Return `LearnerReport.curve_s` and `LearnerReport.curve`. Any thread may call it."""
+        every_s, means = self._curve
+        with np.errstate(over="ignore"):  # beyond float32 it is infinite
+            return every_s, np.array(means.copy(), "<f4").tobytes()
+
+
+def _mean(losses: list[float]) -> float:
+    there = [loss for loss in losses if not math.isnan(loss)]
+    return sum(there) / len(there) if there else math.nan
 
 
 def _seen(loss: Loss, before: float | None) -> tuple[bool, float | None]:

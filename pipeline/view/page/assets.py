@@ -21,7 +21,7 @@ POLICY = (
 # In order of concatenation: each module imports only modules before it.
 MODULES = (
     *("palette.js", "words.js", "model.js", "stream.js"),
-    *("layers.js", "lanes.js", "charts.js", "panels.js", "app.js"),
+    *("layers.js", "lanes.js", "loss.js", "rates.js", "charts.js", "panels.js", "app.js"),
 )
 PLOT, PLOT_STYLE, STYLE, PAGE = "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "page.css", "index.html"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}

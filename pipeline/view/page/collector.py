@@ -23,6 +23,7 @@ from diloco.pipeline.messages.fragment import TapeRecord
 from diloco.pipeline.messages.run import Evaluation, Event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.view.loss_curves import loss_curves
 from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Model, PageModel, Poll
@@ -253,7 +254,7 @@ class RunReader:
         if self._answers_from_s is None:
             self._answers_from_s = self._clock.now()
         given = self._spec, evaluation, info, self._live_s, told, self._clock.now() - self._answers_from_s
-        status, heads, state = await read_status_of(bus, self._clock, *given)
+        status, heads, state, reports = await read_status_of(bus, self._clock, *given)
         # The cursors only move once everything is read: after a failed poll, the next one reads the same again.
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
         self._evaluation, self._told = evaluation, told
@@ -272,6 +273,7 @@ class RunReader:
             records=records,
             events=[one for _, one in events],
             evaluations=[one for _, one in evaluations],
+            curves=loss_curves(reports, self._clock.unix()),
         )
 
     async def _read_spec(self) -> None:

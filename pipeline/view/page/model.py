@@ -13,9 +13,11 @@ from typing import Any
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.fragment import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.messages.run import REDIS_CHANGED, Evaluation, Event, Phase
+from diloco.pipeline.view.loss_curves import LossCurve
 from diloco.pipeline.view.page import past
 from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.page.lanes import LearnerBits, LearnerLife, Shown, WindowLife, draw_record
+from diloco.pipeline.view.page.syncer_lives import Mark, SyncerLives
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.page.verdict import RunFacts, Verdict, make_verdict, verdict
 from diloco.pipeline.view.status import LearnerStatus, Status, present, speed
@@ -70,6 +72,8 @@ class Poll:
     """Tape records since the last poll; each fragment's are in order."""
     events: Sequence[Event] = ()
     evaluations: Sequence[Evaluation] = ()
+    curves: Mapping[str, LossCurve] = field(default_factory=dict)
+    """Training losses, by 'learner/incarnation'."""
 
 
 class PageModel:
@@ -82,13 +86,17 @@ class PageModel:
         """Timelines of the last minutes and of the whole run."""
         self._shown, self._lives = Shown(MAX_LANES), dict[str, LearnerLife]()
         self._windows: dict[int, WindowLife] = {}
+        self._syncers = SyncerLives()
         self._marks: deque[Model] = deque(maxlen=MAX_MARKS)
         self._losses: list[tuple[float, int, float]] = []
+        self._began: dict[str, float] = {}
+        """When each curve begins, as first seen: later reports differ by their delays."""
         self._refused: Counter[str] = Counter()
         """Since the last merge."""
         self._still_s: float | None = None
         """Time since when nothing was merged although learners train."""
         self._outer_steps = 0
+        self._began_s: float | None = None
         self._origin_s: float | None = None
         """When the run began: 0:00 on the page."""
         self._ended_s: dict[str, float] = {}
@@ -125,13 +133,19 @@ class PageModel:
                 window = self._windows.setdefault(record.fragment, WindowLife())
                 window.opened = record.version, min(record.unix_s, now_s)
         if poll.began_s is not None:
-            self._origin_s = min(poll.began_s, now_s)
+            if poll.began_s != self._began_s and (poll.origin_s or poll.began_s) < poll.began_s:
+                self._mark(Mark(min(poll.began_s, now_s), "was resumed", "the run", _resumed(status)))
+            self._began_s, self._origin_s = poll.began_s, min(poll.began_s, now_s)
         self._count(poll)
         for event in poll.events:
             if event.name in NAMES:
-                self._mark(min(event.unix_s, now_s), NAMES[event.name], event.who, event.detail)
+                self._mark(Mark(min(event.unix_s, now_s), NAMES[event.name], event.who, event.detail))
                 if event.name in ENDS and len(self._ended_s) < MAX_LANES:
                     self._ended_s[event.who] = now_s
+                elif event.name == "syncer_died":
+                    self._syncers.died(event.who)
+        for mark in self._syncers.see(status, poll.records, now_s):
+            self._mark(mark)
         self._take_losses(poll.evaluations, now_s)
         learners = self._draw_learners(status, now_s)
         for fragment in status["fragments"]:
@@ -149,6 +163,7 @@ class PageModel:
             "totals": _totals(status, info),
             "learners": learners,
             "fragments": _fragments(status, now_s),
+            "curves": self._with_first_begin(poll.curves),
             "syncers": [
                 {"id": one["id"], "leads": one["leads"], "fragments": len(one["fragments"])}
                 for one in status["syncers"][:MAX_LANES]
@@ -220,15 +235,14 @@ class PageModel:
             silent, heard_s = not (learner["live"] or learner["left"] or over), now_s - learner["age_s"]
             if silent and self._ended_s.get(name, -math.inf) < heard_s:  # no event has said that it ended
                 self._ended_s[name] = now_s
-                self._mark(heard_s, "went silent", name, "")
+                self._mark(Mark(heard_s, "went silent", name))
             rows[name] = _learner(learner, does, behind, lives[name], now_s)
         return rows
 
-    def _mark(self, at_s: float, what: str, who: str, detail: str) -> None:
-        tokens = 0 if self._status is None else self._status["tokens"]
-        mark = {"at_s": round(at_s, 2), "what": what, "who": who[:64], "detail": detail[:200], "tokens": tokens}
-        self._marks.append(mark)
-        self._new_marks.append(mark)
+    def _mark(self, mark: Mark) -> None:
+        found = {"at_s": round(mark.at_s, 2), "what": mark.what, "who": mark.who[:64], "detail": mark.detail[:200]}
+        self._marks.append(found)
+        self._new_marks.append(found)
 
     def _take_losses(self, evaluations: Sequence[Evaluation], now_s: float) -> None:
         for one in evaluations:
@@ -239,6 +253,10 @@ class PageModel:
         if len(self._losses) > MAX_LOSSES:
             self._losses = self._losses[-1::-2][::-1]
             self._losses_anew = True
+
+    def _with_first_begin(self, curves: Mapping[str, LossCurve]) -> dict[str, LossCurve]:
+        self._began = {name: self._began.get(name, one["begin_s"]) for name, one in curves.items()}
+        return {name: one | {"begin_s": self._began[name]} for name, one in curves.items()}
 
     # --- telling ------------------------------------------------------------------------------------------
 
@@ -266,8 +284,9 @@ class PageModel:
         before, now = self._now, self._next
         found: Model = {"now_s": now["now_s"]}
         for name, value in now.items():
-            if name in ("learners", "fragments"):
-                if changed := _changed(before.get(name, {}), value):
+            if name in ("learners", "fragments", "curves"):
+                differs = _changed_curves if name == "curves" else _changed
+                if changed := differs(before.get(name, {}), value):
                     found[name] = changed
             elif before.get(name) != value:
                 found[name] = value
@@ -309,6 +328,24 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Model:
         elif old != row:
             found[name] = {field: value for field, value in row.items() if old[field] != value}
     return found
+
+
+def _changed_curves(before: Mapping[str, LossCurve], now: Mapping[str, LossCurve]) -> Model:
+    """Return what changed: whole curves, or only the buckets from the last one that was told on ("from")."""
+    found: Model = {name: None for name in before if name not in now}
+    for name, curve in now.items():
+        old = before.get(name)
+        if old is None or old["every_s"] != curve["every_s"] or not old["losses"]:
+            found[name] = curve
+        elif old["losses"] != curve["losses"]:
+            last = len(old["losses"]) - 1
+            found[name] = {"from": last, "losses": curve["losses"][last:]}
+    return found
+
+
+def _resumed(status: Status) -> str:
+    reason = status["reason"]
+    return reason.removeprefix("resumed ") if reason.startswith("resumed from ") else ""
 
 
 def _learner(learner: LearnerStatus, does: LearnerBits, behind: int, lives: int, now_s: float) -> Model:
@@ -380,7 +417,7 @@ def _of_server(info: BusInfo | None) -> dict[str, float | None]:
 
 def _totals(status: Status, info: BusInfo | None) -> Model:
     names = ("phase", "reason", "tokens", "budget_tokens", "progress", "merged_tokens", "merged_share", "outer_steps")
-    more = ("tokens_lost", "refused", "evaluation", "outer_step")
+    more = ("own_loop", "tokens_lost", "refused", "evaluation", "outer_step")
     server = None
     if info is not None:
         server = {"used": info.used_bytes, "most": info.maxmemory_bytes, "version": info.version}

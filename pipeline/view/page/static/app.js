@@ -1,12 +1,12 @@
 /** The page: takes events, and draws what has changed, no more often than the screen shows it. */
 
-import { doing, fragmentWords, learnerWords, windowWords } from "./words.js";
+import { doing, element, fragmentWords, learnerWords, put, windowWords } from "./words.js";
 import { Model } from "./model.js";
 import { Stream } from "./stream.js";
 import { FRAGMENT_LAYERS, LEARNER_LAYERS, legend } from "./layers.js";
 import { Strips } from "./lanes.js";
 import { Charts } from "./charts.js";
-import { byName, element, head, lists, put, tables, tiles } from "./panels.js";
+import { byName, head, lists, tables, tiles } from "./panels.js";
 
 /** Time shown: the last so many seconds; 0: all of it. @type {[string, number][]} */
 const SPANS = [["last 2 minutes", 120], ["last 10 minutes", 600], ["whole run", 0]];
@@ -16,6 +16,7 @@ const model = new Model();
 const learners = new Strips(element("learners"), "Lanes of learners", LEARNER_LAYERS);
 const fragments = new Strips(element("fragments"), "Strips of fragments", FRAGMENT_LAYERS);
 const charts = new Charts();
+learners.chosenRow = (name) => charts.focus(name);
 let shownSpan = 0;
 let chartsAt = -Infinity;
 let asked = false;
@@ -25,7 +26,8 @@ Object.assign(globalThis, { diloco: { model, took, charts } });
 
 /** @returns {import("./lanes.js").Span} */
 function span() {
-  const first = model.coarse.begin;
+  // What was before the run began is not drawn: parties were starting.
+  const first = Math.max(model.coarse.begin, model.origin);
   const end = Math.max(first + 1, model.coarse.end, model.fine.end);
   const whole = !shownSpan || end - first <= shownSpan;
   // While the last minutes are the whole run, they are the finer picture of it.
@@ -116,8 +118,7 @@ function controls() {
   const against = choice("against", ["time", "tokens"], 0, (number) => {
     byTokens = number;
     charts.against = number ? "tokens" : "time";
-    charts.plots.get("loss")?.destroy();
-    charts.plots.delete("loss");
+    charts.forget("loss");
     chartsAt = -Infinity;
     soon();
   });

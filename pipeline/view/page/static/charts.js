@@ -1,11 +1,12 @@
-/** Charts over time, by uPlot (`uplot/`, MIT): the fate of tokens, loss, merge rate, bytes, memory. */
+/** Charts over time, by uPlot (`uplot/`, MIT): loss, the fate of tokens, merge rate, bytes, memory. */
 
+import { lossLacks, lossLines, lossRange, tokensAt } from "./loss.js";
 import { colour, woven } from "./palette.js";
-import { clock, counted, percent, sized } from "./words.js";
+import { bars, carried, rate } from "./rates.js";
+import { clock, counted, percent, put, sized } from "./words.js";
 
 /** @typedef {import("./model.js").Model} Model */
-/** @typedef {import("./model.js").Times} Times */
-/** @typedef {{times: Times, begin: number, end: number, origin: number}} Span */
+/** @typedef {{times: import("./model.js").Times, begin: number, end: number, origin: number}} Span */
 
 /** The fate of tokens, from the bottom. @type {[string, import("./palette.js").Weave, string][]} */
 export const FATES = [
@@ -17,39 +18,13 @@ export const FATES = [
   ["unsaid", "lines", "not merged, not told apart"],
 ];
 const HEIGHT = 210;
+const LOSS_HEIGHT = 320;
+/** Up to so many learners have a colour each; the lines of more are alike, and their median has a name. */
+const COLOURS = 8;
 const BY_TIME = { label: "run time (0:00: the run began)",
   incrs: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 604800] };
 const BY_TOKENS = { label: "trained tokens" };
-const BAD = ["killed", "died", "went silent"];
-
-/** @param {Times} times @param {string} name @param {number} from @param {number} to numbers of buckets
- * @returns {(number | null)[]} a sum at each bucket: where nothing was noted it is what it was before */
-function carried(times, name, from, to) {
-  const values = times.series.get(name) ?? [];
-  const found = [];
-  let last = null;
-  for (let at = 0; at < to; at++) {
-    last = values[at] ?? last;
-    if (at >= from) found.push(last);
-  }
-  return found;
-}
-
-/** @param {(number | null)[]} sums at buckets one after the other @param {number} step seconds of a bucket
- * @param {number} over seconds
- * @returns {(number | null)[]} by how much a sum grew in a second: none where half the time is not known yet, since one
- * merge in a second is no sixty a minute; none either where a counter began anew */
-export function rate(sums, step, over) {
-  const most = Math.max(1, Math.floor(over / step));
-  const least = Math.ceil(most / 2);
-  return sums.map((sum, n) => {
-    for (let back = Math.min(most, n); back >= least; back--) {
-      const before = sums[n - back];
-      if (sum !== null && before !== null) return sum < before ? null : (sum - before) / (back * step);
-    }
-    return null;
-  });
-}
+const BAD = ["killed", "died", "went silent", "is gone", "failed over or was restarted"];
 
 /** While no cursor chooses another, the legend has the last values; once the plot has settled. @param {any} plot */
 function last(plot) {
@@ -64,6 +39,11 @@ export class Charts {
     /** @type {Map<string, any>} */
     this.plots = new Map();
     this.against = "time";
+    this.begin = 0;
+    this.named = "";
+    this.focused = "";
+    /** @type {[number, number]} */
+    this.lossRange = [0, 1];
     /** @type {Model | null} */
     this.model = null;
   }
@@ -76,27 +56,29 @@ export class Charts {
 
   /** @param {Model} model @param {Span} span */
   show(model, span) {
-    this.model = model;
+    [this.model, this.begin] = [model, span.begin];
     const { times, origin } = span;
     const from = Math.max(0, Math.floor(span.begin / times.step) - times.first);
     const to = Math.min(times.length, Math.ceil(span.end / times.step) - times.first);
     const at = Array.from({ length: Math.max(0, to - from) }, (_, n) => (times.first + from + n) * times.step - origin);
     const of = (/** @type {string} */ name) => carried(times, name, from, to);
-    this.fate(at, of);
+    this.fate(at, of, [span.begin - origin, span.end - origin]);
     this.loss(model, span);
     const over = Math.max(20, 4 * times.step);
     // What is left of the span is looked at too: a line that enters it there has no beginning.
     const rates = (/** @type {string} */ name, /** @type {number} */ within) =>
       rate(carried(times, name, 0, to), times.step, within).slice(from);
-    const merges = rates("merges", Math.max(over, 30)).map((one) => one === null ? null : one * 60);
-    this.lines("rate", at, [["merges a minute", "merging", merges]], (one) => one.toFixed(one < 10 ? 1 : 0));
+    const range = /** @type {[number, number]} */ ([span.begin - origin, span.end - origin]);
+    const [begins, merges] = bars(carried(times, "merges", 0, times.length), times.first, times.step, span.begin, span.end);
+    this.lines("rate", begins.map((one) => one - origin), [["merges a minute", "merging", merges]],
+      (one) => one.toFixed(one < 10 ? 1 : 0), range);
     const traffic = ["received", "sent"].map((name) => rates(name, over));
-    this.lines("bytes", at, [["in", "uploading", traffic[0]], ["out", "publishing", traffic[1], [6, 4]]], sized);
-    this.lines("redis", at, [["used", "adopting", of("redis")]], sized);
+    this.lines("bytes", at, [["in", "uploading", traffic[0]], ["out", "publishing", traffic[1], [6, 4]]], sized, range);
+    this.lines("redis", at, [["used", "adopting", of("redis")]], sized, range);
   }
 
-  /** @param {number[]} at @param {(name: string) => (number|null)[]} of */
-  fate(at, of) {
+  /** @param {number[]} at @param {(name: string) => (number|null)[]} of @param {[number, number]} range */
+  fate(at, of, range) {
     const parts = Object.fromEntries(FATES.map(([name]) => [name, of(name)]));
     const tokens = of("tokens");
     const stacked = FATES.map(() => /** @type {(number|null)[]} */ (new Array(at.length)));
@@ -122,18 +104,60 @@ export class Charts {
         return `${counted(sum - below)} (${percent((sum - below) / (plot.data[1][n] || 1))})`;
       },
     }));
-    this.draw("fate", [at, ...shown.map((one) => one.values)], series, counted, clock);
+    this.draw("fate", [at, ...shown.map((one) => one.values)], series, counted, clock, range);
   }
 
   /** @param {Model} model @param {Span} span */
   loss(model, span) {
     const byTime = this.against === "time";
-    const points = model.losses
-      .map(([when, tokens, loss]) => /** @type {[number, number]} */ ([byTime ? when - span.origin : tokens, loss]))
-      .filter(([x]) => !byTime || (x >= span.begin - span.origin && x <= span.end - span.origin))
-      .sort((a, b) => a[0] - b[0]);
-    this.lines("loss", points.map(([x]) => x), [["loss", "training", points.map(([, y]) => y)]],
-      (one) => one.toFixed(3), byTime ? clock : counted, byTime ? [span.begin - span.origin, span.end - span.origin] : null);
+    const drawn = lossLines(model, span, !byTime);
+    const write = (/** @type {number} */ one) => (Math.abs(one) < 0.01 || Math.abs(one) >= 1e5 ? one.toExponential(2) : one.toFixed(3));
+    const [lacks, command] = lossLacks(model, drawn);
+    put("loss-lacks", lacks);
+    put("loss-how", command);
+    const few = drawn.names.length <= COLOURS;
+    /** @type {(plot: any, line: number, n?: number|null) => number[]} */
+    const known = (plot, line, n) => plot.data[line].slice(0, n == null ? undefined : n + 1).filter((/** @type {any} */ one) => one !== null);
+    /** A line that has ended, or is known at some places only, has its last value in the legend. */
+    const base = { spanGaps: false, points: { show: false },
+      value: (/** @type {any} */ plot, /** @type {any} */ _, /** @type {number} */ line, /** @type {number|null} */ n) => {
+        const one = known(plot, line, n).pop();
+        return one === undefined ? "–" : write(one);
+      } };
+    const thin = drawn.names.map((name, n) => ({ ...base, label: name, class: few ? null : "unnamed", width: few ? 1.3 : 1,
+      stroke: colour(few ? `line-${n}` : "thin") }));
+    const lines = [drawn.held, ...drawn.learners];
+    const measured = model.losses.length > 0;
+    const series = [{ ...base, label: "global, held out", stroke: colour("ink"), width: 3, spanGaps: true,
+      class: measured ? null : "unnamed", points: { size: 6, fill: colour("ink"),
+        show: (/** @type {any} */ plot) => known(plot, 1).length < 40 } }, ...thin];
+    if (!few) {
+      lines.push(drawn.median);
+      series.push({ ...base, label: `median of ${drawn.names.length} learners`, stroke: colour("training"), width: 1.8, class: null });
+    }
+    const key = `${measured} ${drawn.names.join()}`;
+    if (this.named !== key) { // other lines than before
+      this.named = key;
+      this.forget("loss");
+    }
+    this.lossRange = lossRange(lines);
+    const range = byTime ? /** @type {[number, number]} */ ([span.begin - span.origin, span.end - span.origin]) : null;
+    this.draw("loss", [drawn.xs, ...lines], series, write, byTime ? clock : counted, range);
+    this.focus(this.focused);
+  }
+
+  /** Choose a learner, whose line stands out; "": none. @param {string} name */
+  focus(name) {
+    this.focused = name;
+    const plot = this.plots.get("loss");
+    const at = plot?.series.findIndex((/** @type {any} */ one, /** @type {number} */ n) => n && one.label === name) ?? -1;
+    plot?.setSeries(at < 0 ? null : at, { focus: true });
+  }
+
+  /** @param {string} id */
+  forget(id) {
+    this.plots.get(id)?.destroy();
+    this.plots.delete(id);
   }
 
   /**
@@ -141,20 +165,21 @@ export class Charts {
    * @param {number[]} xs
    * @param {[string, string, (number|null)[], number[]?][]} lines label, colour, values, dashes
    * @param {(one: number) => string} write
-   * @param {(one: number) => string} [writeX]
-   * @param {[number, number] | null} [range]
+   * @param {[number, number]} range
    */
-  lines(id, xs, lines, write, writeX = clock, range = null) {
+  lines(id, xs, lines, write, range) {
+    const bar = id === "rate" ? { fill: colour(lines[0][1]), paths: /** @type {any} */ (globalThis).uPlot.paths.bars({ size: [0.9, 40], align: 1 }) } : {};
     const series = lines.map(([label, name, , dash]) => ({
       label,
       stroke: colour(name),
       width: 1.6,
       dash,
       spanGaps: true,
-      points: { show: xs.length < 60, size: 4 },
+      points: { show: false },
       value: (/** @type {any} */ _, /** @type {number|null} */ one) => (one == null ? "–" : write(one)),
+      ...bar,
     }));
-    this.draw(id, [xs, ...lines.map(([, , values]) => values)], series, write, writeX, range);
+    this.draw(id, [xs, ...lines.map(([, , values]) => values)], series, write, clock, range);
   }
 
   /**
@@ -163,15 +188,17 @@ export class Charts {
    */
   draw(id, data, series, write, writeX, range = null) {
     const root = /** @type {HTMLElement} */ (document.getElementById(id));
-    if (root.parentElement?.hidden) root.parentElement.hidden = false; // to know its width
-    const width = root.clientWidth;
+    const section = /** @type {HTMLElement} */ (root.closest("section"));
+    const height = id === "loss" ? LOSS_HEIGHT : HEIGHT;
     const there = this.plots.get(id);
     const known = data.slice(1).some((values) => values.some((/** @type {any} */ one) => one !== null));
-    /** @type {HTMLElement} */ (root.parentElement).hidden = !known && !there;
+    section.hidden = id !== "loss" && !known && !there;
+    root.hidden = !known && !there;
+    const width = root.clientWidth;
     if (!known || (!width && !there)) return there?.setData(data);
     if (there) {
       there.span = range;
-      if (width && there.width !== width) there.setSize({ width, height: HEIGHT });
+      if (width && there.width !== width) there.setSize({ width, height });
       there.setData(data);
       return last(there);
     }
@@ -179,21 +206,29 @@ export class Charts {
       font: "11px system-ui, sans-serif" };
     const plot = new /** @type {any} */ (globalThis).uPlot({
       width,
-      height: HEIGHT,
+      height,
       scales: { x: { time: false, range: (/** @type {any} */ u, /** @type {number} */ low, /** @type {number} */ high) =>
         u.span ?? [low, high > low ? high : low + 1] },
-      y: id === "loss" ? {} : { range: (/** @type {any} */ _, /** @type {any} */ __, /** @type {number} */ high) =>
+      y: id === "loss" ? { range: () => this.lossRange } : { range: (/** @type {any} */ _, /** @type {any} */ __, /** @type {number} */ high) =>
         [0, 1.08 * (high || 1)] } },
-      cursor: { drag: { x: false, y: false }, points: { show: false } },
+      cursor: { drag: { x: false, y: false }, points: { show: false }, ...(writeX === clock ? { sync: { key: "time" } } : {}),
+        ...(id === "loss" ? { focus: { prox: 16 } } : {}) },
+      focus: { alpha: id === "loss" ? 0.25 : 1 },
       legend: { live: true },
-      series: [{ label: writeX === clock ? "run time" : "tokens",
-        value: (/** @type {any} */ _, /** @type {number|null} */ x) => (x == null ? "–" : writeX(x)) }, ...series],
+      series: [{}, ...series],
       axes: [
         { ...axis, ...(writeX === clock ? BY_TIME : BY_TOKENS), labelFont: axis.font, labelSize: 18, size: 32,
           values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(writeX) },
-        { ...axis, size: 62, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(write) },
+        { ...axis, size: 62, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) =>
+          id === "loss" ? ticks.map((one) => String(Number(one.toPrecision(6)))) : ticks.map(write) },
       ],
-      hooks: { draw: [(/** @type {any} */ u) => this.marks(u, writeX === clock)] },
+      hooks: {
+        draw: [(/** @type {any} */ u) => this.marks(u, writeX === clock)],
+        setCursor: [(/** @type {any} */ u) => {
+          const x = u.cursor.idx == null ? null : u.data[0][u.cursor.idx];
+          put(`${id}-at`, x == null ? "" : `at ${writeX(x)}`);
+        }],
+      },
     }, data, root);
     plot.span = range;
     this.plots.set(id, plot);
@@ -208,10 +243,13 @@ export class Charts {
     const pen = /** @type {CanvasRenderingContext2D} */ (plot.ctx);
     const scale = devicePixelRatio || 1;
     pen.save();
-    for (const mark of this.model.marks) {
+    const shown = this.model.marks.filter((one) => one.at_s >= this.begin &&
+      (BAD.includes(one.what) || ["joined", "started again"].includes(one.what)));
+    shown.sort((a, b) => a.at_s - b.at_s);
+    const tokens = byTime ? [] : tokensAt(this.model.coarse, shown.map((one) => one.at_s));
+    for (const [n, mark] of shown.entries()) {
       const bad = BAD.includes(mark.what);
-      if (!bad && !["joined", "started again"].includes(mark.what)) continue;
-      const x = plot.valToPos(byTime ? mark.at_s - origin : mark.tokens, "x", true);
+      const x = plot.valToPos(byTime ? mark.at_s - origin : tokens[n], "x", true);
       if (!(x >= left && x <= left + width)) continue;
       pen.strokeStyle = colour(bad ? "gone" : "well");
       pen.lineWidth = 1.2 * scale;

@@ -38,6 +38,8 @@ export class Strips {
     this.span = null;
     this.height = 16;
     this.row = -1;
+    /** Called with the row that is chosen; "": none. @type {(name: string) => void} */
+    this.chosenRow = () => {};
     this.at = 1; // place of the time cursor, 0 to 1
     this.drawn = "";
     /** @type {Map<number, string>} */
@@ -207,7 +209,9 @@ export class Strips {
 
   /** Show one row's words. @param {number} row none: -1 @param {number} [x] where @param {number} [y] */
   choose(row, x, y) {
+    const before = this.row;
     this.row = row < this.rows.length ? row : -1;
+    if (this.row !== before) this.chosenRow(this.rows[this.row]?.name ?? "");
     this.tip.hidden = this.chosen.hidden = this.row < 0;
     if (this.row < 0 || !this.span) return;
     this.chosen.style.top = `${this.row * this.height}px`;

@@ -7,7 +7,8 @@
  * @typedef {{version: number, state: string, members: number, quorum: number, expected: number,
  *   until_s: number | null, reason: string, attempt: number, interval: number, asked_interval: number, merge_s: number, outer_s: number,
  *   refused: number, suspected: number, averaged: boolean, owner: string}} FragmentRow
- * @typedef {{at_s: number, what: string, who: string, detail: string, tokens: number}} Mark
+ * @typedef {{at_s: number, what: string, who: string, detail: string}} Mark
+ * @typedef {{learner: string, begin_s: number, every_s: number, losses: (number|null)[]}} Curve
  * @typedef {{step_s: number, first: number, lanes: Record<string, string>, series: Record<string, (number|null)[]>}} Whole
  * @typedef {{first: number, lanes: Record<string, [number, number[]]>,
  *   series: Record<string, [number, (number|null)[]]>}} Change
@@ -99,6 +100,8 @@ export class Model {
     this.marks = [];
     /** @type {[number, number, number][]} Unix time, trained tokens, loss */
     this.losses = [];
+    /** Training losses by learner and incarnation. @type {Map<string, Curve>} */
+    this.curves = new Map();
     this.fine = new Times();
     this.coarse = new Times();
     /** Unix time at which the run began; null: it has not. @type {number | null} */
@@ -129,6 +132,12 @@ export class Model {
         if (row === null) this[name].delete(key);
         else this[name].set(key, /** @type {any} */ ({ ...this[name].get(key), .../** @type {object} */ (row) }));
       }
+    }
+    for (const [key, row] of Object.entries(patch.curves ?? {})) {
+      const curve = this.curves.get(key);
+      if (row === null) this.curves.delete(key);
+      else if (row.from === undefined) this.curves.set(key, row);
+      else if (curve) this.curves.set(key, { ...curve, losses: [...curve.losses.slice(0, row.from), ...row.losses] });
     }
     if (patch.marks) this.marks = [...this.marks, ...patch.marks].slice(-MAX_MARKS);
     if (patch.losses_anew) this.losses = patch.losses_anew;

@@ -1,22 +1,11 @@
 /** What is said in words: the sentence, tiles, syncers, events, tables. All of it as text, never as HTML. */
 
-import { clock, counted, doing, intervalWords, numbered, percent, sized, windowWords } from "./words.js";
+import { clock, counted, doing, element, intervalWords, numbered, percent, put, sized, windowWords } from "./words.js";
 
 /** @typedef {import("./model.js").Model} Model */
 
 const SIGNS = /** @type {Record<string, string>} */ ({ well: "✓", note: "!", bad: "✕", over: "■" });
 const MAX_EVENTS = 100;
-
-/** @param {string} id @returns {HTMLElement} */
-export function element(id) {
-  return /** @type {HTMLElement} */ (document.getElementById(id));
-}
-
-/** @param {string} id @param {string} text */
-export function put(id, text) {
-  const one = element(id);
-  if (one.textContent !== text) one.textContent = text;
-}
 
 /** @param {string} tag @param {string} text @returns {HTMLElement} */
 function made(tag, text) {
@@ -65,11 +54,20 @@ function facts(model) {
     ["learners live", `${live.length} of ${totals.learners}`],
     ["tokens/s", counted(speed)],
     ["merges", String(totals.outer_steps)],
-    ["global loss", totals.evaluation ? totals.evaluation.loss?.toFixed(4) ?? "not a number" : "–"],
+    loss(model),
     ["deltas refused", refused || "none"],
     ["Redis", redis ? sized(redis.used) + (redis.most ? ` of ${sized(redis.most)}` : ", no limit") : "–"],
     ["run time", model.origin_s == null ? "not begun" : clock(totals.elapsed_s)],
   ];
+}
+
+/** @param {Model} model @returns {[string, string]} the global loss, or else the learners' own */
+function loss(model) {
+  const { evaluation } = model.totals;
+  if (evaluation) return ["global loss", evaluation.loss?.toFixed(4) ?? "not a number"];
+  const known = [...model.learners.values()].filter((row) => row.state === "live" && row.loss != null);
+  if (!known.length) return ["global loss", "–"];
+  return ["training loss", (known.reduce((sum, row) => sum + /** @type {number} */ (row.loss), 0) / known.length).toFixed(3)];
 }
 
 /** @param {Model} model */
@@ -81,8 +79,9 @@ export function tiles(model) {
       tile = root.appendChild(document.createElement("div"));
       tile.append(made("dt", name), made("dd", ""));
     }
-    const said = /** @type {Element} */ (tile.lastElementChild);
-    if (said.textContent !== value) said.textContent = value;
+    for (const [cell, said] of /** @type {const} */ ([[tile.firstElementChild, name], [tile.lastElementChild, value]])) {
+      if (cell && cell.textContent !== said) cell.textContent = said;
+    }
   });
 }
 
@@ -91,7 +90,7 @@ export function lists(model) {
   const syncers = model.syncers.map((one) =>
     `${one.id}${one.leads ? " leads, and" : ""} serves ${numbered(one.fragments, "fragment")}`);
   list(element("syncers"), syncers.length ? syncers : ["none is here"]);
-  const events = model.marks.slice(-MAX_EVENTS).reverse().map((one) =>
+  const events = [...model.marks].sort((a, b) => b.at_s - a.at_s).slice(0, MAX_EVENTS).map((one) =>
     `${clock(one.at_s - model.origin)}  ${one.who} ${one.what}${one.detail && !["joined", "left"].includes(one.what) ? `: ${one.detail}` : ""}`);
   list(element("events"), events.length ? events : ["nothing yet"]);
 }

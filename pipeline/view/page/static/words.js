@@ -1,4 +1,15 @@
-/** Numbers and states in words. Pure. */
+/** Numbers and states in words, and where they stand in the page. */
+
+/** @param {string} id @returns {HTMLElement} */
+export function element(id) {
+  return /** @type {HTMLElement} */ (document.getElementById(id));
+}
+
+/** @param {string} id @param {string} text */
+export function put(id, text) {
+  const one = element(id);
+  if (one.textContent !== text) one.textContent = text;
+}
 
 /** @param {number} number @returns {string} '950', '12.3k', '2.50M' */
 export function counted(number) {

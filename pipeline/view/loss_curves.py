@@ -1,0 +1,89 @@
+"""The training losses of learners over time, from their reports (`LearnerReport.curve`). Pure.
+
+A report carries its incarnation's whole curve, so nobody has to have read the earlier ones. Those of dead incarnations
+stay on the bus with their last reports. A peer may claim anything: what is not a plausible loss or lies in the future
+is left out.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.pipeline.messages.run import SeenReport
+from diloco.pipeline.messages.wire import MAX_LOSS
+
+# The most incarnations whose curves are kept: the ones heard from last.
+MAX_CURVES = 512
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class LossCurve(TypedDict):
+    """The losses of one incarnation of a learner."""
+
+    learner: str
+    begin_s: float
+    """Unix time of the first bucket; in a report, seconds since the run began."""
+    every_s: float
+    losses: list[float | None]
+    """Mean of each bucket; None where no step ended, or the loss was not finite."""
+
+
+def loss_curves(reports: Sequence[SeenReport], now_s: float) -> dict[str, LossCurve]:
+    """Return the curves by 'learner/incarnation'."""
+    kept: list[tuple[SeenReport, npt.NDArray[np.float32]]] = []
+    for seen in sorted(reports, key=lambda one: one.age_s)[:MAX_CURVES]:
+        report = seen.report
+        losses = np.frombuffer(report.curve[: len(report.curve) // 4 * 4], "<f4")
+        if len(losses) and report.curve_s:
+            kept.append((seen, losses[: int(min(len(losses), report.wall_s / report.curve_s + 1))]))
+    shown = _shown(np.concatenate([np.zeros(0), *(losses for _, losses in kept)]))
+    found: dict[str, LossCurve] = {}
+    for seen, losses in kept:
+        report = seen.report
+        found[f"{report.learner}/{report.incarnation}"] = LossCurve(
+            learner=report.learner,
+            begin_s=round(now_s - seen.age_s - report.wall_s, 2),
+            every_s=report.curve_s,
+            losses=shown[: len(losses)],
+        )
+        shown = shown[len(losses) :]
+    return found
+
+
+def _shown(losses: npt.NDArray[np.float64]) -> list[float | None]:
+    """Round losses to five digits, in one go: there are thousands at each poll."""
+    sizes = np.abs(losses)
+    plausible = sizes <= MAX_LOSS  # False for NaN
+    digits = 5 - np.ceil(np.log10(np.where(plausible & (sizes > 0), sizes, 1.0)))
+    scale = 10.0 ** np.minimum(digits, 300)
+    rounded = np.round(np.where(plausible, losses, 0.0) * scale) / scale
+    return [loss if there else None for loss, there in zip(rounded.tolist(), plausible.tolist(), strict=True)]
+
+
+def mean_over_time(curves: Sequence[LossCurve], points: int) -> list[float | None]:
+    """Return the mean loss of all curves in each of so many equal parts of their time."""
+    begin_s = min((one["begin_s"] for one in curves), default=0.0)
+    end_s = max((one["begin_s"] + one["every_s"] * len(one["losses"]) for one in curves), default=0.0)
+    parts: list[list[float]] = [[] for _ in range(points)]
+    for one in curves:
+        for n, loss in enumerate(one["losses"]):
+            at = (one["begin_s"] + one["every_s"] * (n + 0.5) - begin_s) / max(end_s - begin_s, 1e-9)
+            if loss is not None:
+                parts[min(points - 1, int(at * points))].append(loss)
+    return [sum(part) / len(part) if part else None for part in parts]
+
+
+def curve_line(curves: Mapping[str, LossCurve], points: int = 32) -> str:
+    """Return the learners' mean loss over time in one line of text; "" if no learner has told a loss."""
+    means = mean_over_time(list(curves.values()), points)
+    there = [one for one in means if one is not None]
+    if not there:
+        return ""
+    low, high = min(there), max(there)
+    step = (high - low) / (len(BARS) - 1) or 1.0
+    bars = "".join(" " if one is None else BARS[round((one - low) / step)] for one in means)
+    learners = len({one["learner"] for one in curves.values()})
+    whose = "its learner" if learners == 1 else f"{learners} learners"
+    return f"training loss of {whose} {there[0]:.4g} {bars} {there[-1]:.4g}, on their own data"

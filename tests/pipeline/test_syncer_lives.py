@@ -1,0 +1,83 @@
+"""Promises about the syncers in the page's list of events: who died, came, and took over."""
+
+from typing import Any
+
+from diloco.pipeline.messages.fragment import Committed, Contribution
+from diloco.pipeline.messages.run import Event, Phase
+from diloco.pipeline.view.page.model import PageModel, Poll
+from diloco.pipeline.view.status import build_status
+from tests import samples
+
+
+def merge(fragment: int, version: int, syncer: str, unix_s: float) -> Committed:
+    part = Contribution(
+        **{"learner": "l0", "incarnation": "0" * 8, "base_version": version - 1, "attempt": 0},
+        **{"steps": 1, "tokens": 1, "weight": 1.0, "norm": 1.0},
+    )
+    return Committed(
+        **{"fragment": fragment, "version": version, "digest": b"0" * 16, "base_digest": b"0" * 16},
+        **{"contributions": (part,), "reason": "all in", "norm": 1.0, "syncer": syncer, "unix_s": unix_s},
+        **{"quorum_s": 0.0, "grace_s": 0.0, "upload_s": 0.0, "merge_s": 0.0},
+    )
+
+
+class Watched:
+    """A page of a run, and what it has said happened."""
+
+    def __init__(self) -> None:
+        self.model = PageModel("run")
+
+    def see(self, now_s: float, *syncers: str, phase: Phase = Phase.RUNNING, **given: Any) -> list[str]:
+        state = samples.run_state(phase=phase, reason="resumed from checkpoint-7")
+        names = {str(n): name for n, name in enumerate(syncers)}
+        status = build_status("run", samples.spec(), state, [], [], None, [], now_s, syncers=names)
+        self.model.see(Poll(now_s=now_s, status=status, **({"began_s": 1000.0} | given)))
+        marks = self.model.patch().get("marks", [])
+        return [f"{mark['at_s'] - 1000:g} {mark['who']} {mark['what']}: {mark['detail']}" for mark in marks]
+
+
+def test_a_syncer_that_dies_is_told_with_when_it_was_there_last() -> None:
+    """A moment's absence is not told, since syncers announce themselves again after a restart of Redis."""
+    page = Watched()
+    assert page.see(1001.0, "a", "b") == []
+    assert page.see(1002.0, "a") == []
+    assert page.see(1004.0, "a", "b") == []
+    assert page.see(1008.0, "a") == []
+    assert page.see(1010.0, "a") == ["4 b is gone: "]
+    assert page.see(1011.0) == []
+    assert page.see(1016.0) == ["10 a is gone: no syncer is left, so nothing is merged"]
+    assert page.see(1017.0) == []
+    assert page.see(1018.0, "c") == ["18 c joined: "]
+
+
+def test_a_death_that_an_event_has_told_is_not_told_twice() -> None:
+    """The launcher knows of its own syncers' deaths before their presence lapses; one that comes back has joined."""
+    page = Watched()
+    page.see(1001.0, "a", "b")
+    died = Event(name="syncer_died", who="b", detail="killed", unix_s=1002.0)
+    assert page.see(1003.0, "a", events=[died]) == ["2 b died: killed"]
+    assert page.see(1009.0, "a") == []
+    assert page.see(1010.0, "a", "b") == ["10 b joined: "]
+
+
+def test_syncers_that_leave_a_finished_run_are_not_told() -> None:
+    page = Watched()
+    page.see(1001.0, "a")
+    assert page.see(1002.0, "a", phase=Phase.CLOSING) == []
+    assert page.see(1009.0, phase=Phase.FINISHED) == []
+
+
+def test_a_page_that_was_not_there_sees_a_takeover_on_the_tape() -> None:
+    """Once for all fragments that pass over together, with how long nothing was merged."""
+    records = [merge(0, 1, "a", 1010.0), merge(1, 1, "a", 1012.0), merge(0, 2, "b", 1070.0), merge(1, 2, "b", 1071.0)]
+    told = "70 b took over from a: first merge of fragment 0, 1:00 after the last one"
+    page = Watched()
+    assert page.see(1072.0, "b", records=records) == [told]
+    assert page.see(1073.0, "b", records=[merge(0, 3, "b", 1072.5)]) == []
+
+
+def test_a_resumed_run_says_from_where() -> None:
+    page = Watched()
+    assert page.see(1001.0, "a", origin_s=500.0) == ["0 the run was resumed: from checkpoint-7"]
+    assert page.see(1002.0, "a", origin_s=500.0) == []
+    assert Watched().see(1001.0, origin_s=1000.0) == []
