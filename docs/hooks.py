@@ -22,7 +22,7 @@ ROOT_PAGES = {
 """Path in the repository, and in the site."""
 MOVED = {
     "howto/ranks": "eight-gpus.html",
-    "howto/sizing": "plan.html#sizes-of-the-machines",
+    "howto/sizing": "plan.html#what-each-machine-takes",
     "howto/ssh": "second-machine.html#by-ssh-from-one-place",
     "howto/two-homes": "second-machine.html#across-the-internet-without-an-open-port",
 }
