@@ -98,6 +98,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/trainers.stamp: pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV); torch is large, this can take some minutes'
 	$(PIP) -e '.[trainers]' -e studies
+	$(PIP) --no-deps torchtitan
 	@touch $(VENV)/dev.stamp $(VENV)/run.stamp $@
 
 $(VENV)/release.stamp: pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
