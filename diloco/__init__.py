@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from diloco.workers.evaluator import Evaluator
     from diloco.workers.learner import Learner
 
-    __version__: str
-
 __all__ = ["Evaluator", "Learner", "SyncSettings", "errors"]
 
 

@@ -72,10 +72,6 @@ COMMANDS: dict[str, Entry] = {
 class CommandGroup(TyperGroup):
     """A group of commands whose list has the first sentence of each one's help, however long."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Show the help if nothing is given. typer's own would write it to standard error."""
-        return super().parse_args(ctx, args or ["--help"])
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands. typer's own cuts each line at the width of the terminal."""
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
@@ -179,7 +175,7 @@ def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 if a person has to correct something, 1 for any other failure."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         name = given[0] if given and given[0] in COMMANDS else ""
         command = load_command(name) if name else _list()

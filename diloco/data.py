@@ -22,6 +22,7 @@ from diloco.workers.trainer.data.token_shards import Index, check_shards, digest
 USUAL_VOCAB = 32_000
 
 app = new_app(
+    no_args_is_help=True,
     help="Turn texts, tables and data sets of any size into token shards for `--data`, and check them.",
 )
 

@@ -294,15 +294,14 @@ class SettingsCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the help of arguments and options, those of each section under its heading."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if (row := param.get_help_record(ctx)) is not None:
                 usual = "Arguments" if param.param_type_name == "argument" else "Options"
                 sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(row)
         for heading, rows in sections.items():
-            if rows:
-                with formatter.section(heading):
-                    formatter.write_dl(rows)
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse the flag of a setting that has no flag here with how to set it, before typer calls it unknown.

@@ -76,16 +76,16 @@ def show(console: Console, needs: Needs) -> None:
         f"memory of a {needs.parties[0].name}: its process ({as_bytes(LEARNER_PROCESS_BYTES)} for Python, torch and "
         "the program) and what its exchange adds to training, which has parameters, gradients and AdamW's moments, "
         "without activations",
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
     console.print(
         "a syncer: cores at peak; memory when all windows are open and another syncer has died",
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
     console.print(
         "a Redis node: memory is maxmemory, and its machine needs twice as much; traffic is to and from learners and "
         "syncers, and half as much if a syncer is on the same machine\n",
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
     console.print("settings for all parties, in a file for --config:")
     for name, value in needs.settings.items():
@@ -130,7 +130,7 @@ def command(
     console.print(
         "everything is computed from your options and constants, and nothing was measured: use `diloco doctor` to "
         "measure, and to compare with a run in progress\n",
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
     show(console, needs)
     if json_file is not None:

@@ -26,9 +26,7 @@ AWAY_S = 60.0
 To = Annotated[
     str | None,
     typer.Option(
-        "--to",
-        metavar="tensorboard|wandb",
-        help="Serve no page; write curves for this tracker until the run is finished or Ctrl-C",
+        "--to", metavar="tensorboard|wandb", help="Write curves for this tracker until the run is finished or Ctrl-C"
     ),
 ]
 Into = Annotated[

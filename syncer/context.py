@@ -64,8 +64,6 @@ class SyncerContext:
     recorder: Recorder | None
     speed: Speed
     """How fast this machine multiplies matrices."""
-    page: str = ""
-    """Where this syncer serves the run's page, for display; "" if it serves none."""
     upload_progress: UploadProgress = field(default_factory=UploadProgress)
     """Progress of the learners' uploads, in all fragments."""
     diverged: Diverged = field(default_factory=Diverged)

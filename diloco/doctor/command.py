@@ -307,9 +307,10 @@ async def _in_time(checking: Coroutine[Any, Any, Checked], report: Report, other
 def show(console: Console, finding: Finding) -> None:
     """Print a line with the finding, and another with the remedy."""
     line = Text.assemble((f"{finding.level:8}", COLOURS[finding.level]), f"{finding.about}: {finding.found}")
-    console.print(line, soft_wrap=True)
+    piped = not console.is_terminal  # one line per finding for grep; a terminal gets whole words
+    console.print(line, soft_wrap=piped)
     if finding.remedy:
-        console.print(Text(f"{'':8}-> {finding.remedy}"), soft_wrap=True)
+        console.print(Text(f"{'':8}-> {finding.remedy}"), soft_wrap=piped)
 
 
 def closing(findings: list[Finding]) -> str:

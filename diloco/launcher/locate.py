@@ -29,8 +29,6 @@ REPORT_FILE = "report.json"
 DAMAGED = "if that run is over, delete the file; if it is still running, use --redis-url and --run instead"
 # Tolerance of `began_before`: the clock may have been set by at most this much since the machine was started.
 CLOCK_S = 60.0
-# Maximum number of runs that an error names.
-MAX_NAMES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +160,7 @@ def ended_without_report(folder: Path) -> str:
 
 
 async def _only_run(url: str) -> str:
-    """Return the name of the only run on a Redis.
-
-    Raises:
-        DilocoError: there is none, or the Redis does not answer.
-        UsageError: there are several, or this user may not list them.
-    """
+    """Return the name of the only run on a Redis, or raise as `locate`."""
     async with connect_runs(url) as runs:
         try:
             names = await runs.names()
@@ -176,8 +169,7 @@ async def _only_run(url: str) -> str:
     if not names:
         raise DilocoError("no runs on this Redis")
     if len(names) > 1:
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        raise UsageError(f"this Redis has the runs {', '.join(names[:MAX_NAMES])}{more}", "choose one with --run")
+        raise UsageError(f"this Redis has the runs {', '.join(names)}", "choose one with --run")
     return names[0]
 
 
@@ -188,7 +180,8 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
     only run on the Redis, and any other command the one with the default name.
 
     Raises:
-        UsageError: there is no such run, or it ended without a report; or none was chosen of several.
+        UsageError: there is no such run, or it ended without a report; or there are several runs, or this Redis user
+            may not list them.
         DilocoError: the Redis has no run, or does not answer.
     """
     if folder is None:

@@ -256,9 +256,7 @@ class EmbeddedRedis:
         """Return why the server has ended, if it is the port or a line of the users' file; None: something else."""
         log = self._log.read_text(errors="replace")
         if taken := re.search(r" listening socket (\S+): \w+: (.+)", log):
-            return UsageError(
-                f"Redis cannot listen on {taken[1]}: {taken[2]}", "set another --redis-port or --redis-bind"
-            )
+            return UsageError(f"Redis cannot listen on {taken[1]}: {taken[2]}", "set another --redis-port")
         told = re.search(r" ACL errors: (?:WARNING: )?(.+)", log)
         if told is None or self._users is None:
             return None

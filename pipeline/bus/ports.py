@@ -349,17 +349,13 @@ class FragmentLeases(Keyed, Protocol):
 class SyncerBoard(Keyed, Protocol):
     """The list of live syncers."""
 
-    async def announce_syncer(
-        self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0, page: str = ""
-    ) -> tuple[str, ...]:
+    page: str = ""
+    """Where this process serves the run's page, for display; announced with its syncer."""
+
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
         """Announce a syncer as live for another `ttl_s`; return the nonces of all live syncers, sorted.
 
-        Args:
-            nonce: identifies the syncer.
-            name: its name (a `PartyName`), for display.
-            ttl_s: how long it counts as live.
-            saved_tokens: tokens in the checkpoint that it would restore to a bus without the run; 0 if it has none.
-            page: where it serves the run's page, for display; "" if it serves none.
+        saved_tokens: tokens in the checkpoint that it would restore to a bus without the run; 0 if it has none.
         """
 
     async def withdraw_syncer(self, nonce: str) -> None:

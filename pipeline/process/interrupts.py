@@ -1,8 +1,7 @@
 """Ctrl-C while a command's modules are imported, or while the interpreter shuts down after it: it ends at once.
 
 Nothing has begun, or all is done. KeyboardInterrupt would show up as an import's traceback, change the exit status, or
-make a library conclude that an optional part of it is missing. A learner's own loop ends by a KeyboardInterrupt, whose
-traceback says nothing once the learner has left its run.
+make a library conclude that an optional part of it is missing.
 """
 
 import os
@@ -33,10 +32,7 @@ def restore_keyboard_interrupt() -> None:
 
 
 def on_interrupt(leave: Callable[[], object]) -> None:
-    """Call `leave` instead of printing a traceback if Ctrl-C ends this program.
-
-    The exit status stays 130, and the program can catch KeyboardInterrupt as before: then `leave` is not called.
-    """
+    """Call `leave` instead of printing a traceback if Ctrl-C ends this program; a program that catches it sees it."""
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

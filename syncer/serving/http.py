@@ -258,10 +258,7 @@ async def start_http(
 
 
 def announced_page(page: str, host: str) -> str:
-    """Return a page's address for readers elsewhere: one that holds on this machine only is followed by " on NAME".
-
-    host: the address that the server was told to listen on.
-    """
+    """Return a page's address for readers elsewhere; `host`: where it listens. " on NAME": only this machine has it."""
     if host in ANYWHERE:
         return page.replace("127.0.0.1", socket.gethostname())
     return f"{page} on {socket.gethostname()}" if _is_loopback(host) else page

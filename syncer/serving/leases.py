@@ -39,17 +39,10 @@ class Leases:
     """One syncer's leases, from its start until it parts; `owners` are those of all fragments, in order."""
 
     def __init__(
-        self,
-        bus: Bus,
-        clock: Clock,
-        owners: Sequence[FragmentOwner],
-        nonce: str,
-        name: str,
-        lease_s: float,
-        page: str = "",
+        self, bus: Bus, clock: Clock, owners: Sequence[FragmentOwner], nonce: str, name: str, lease_s: float
     ) -> None:
         self._bus, self._clock, self._owners = bus, clock, owners
-        self._nonce, self._name, self._lease_s, self._page = nonce, name, lease_s, page
+        self._nonce, self._name, self._lease_s = nonce, name, lease_s
         self.syncers: tuple[str, ...] = ()
         """Nonces of the live syncers, this one included, as last seen."""
         self._answered_at = -math.inf
@@ -191,8 +184,7 @@ class Leases:
         if self._parting or (state is not None and state.phase.rank >= Phase.CLOSING.rank):
             return  # the syncer that ends the run needs all leases
         here = await self._in_time(self._bus.read_syncers())
-        announced = self._bus.announce_syncer(self._nonce, self._name, self._lease_s, 0, self._page)
-        syncers = await self._in_time(announced)
+        syncers = await self._in_time(self._bus.announce_syncer(self._nonce, self._name, self._lease_s))
         forgotten = self._nonce in self.syncers and self._nonce not in here
         if syncers != self.syncers:
             self._log.info("syncers_changed", syncers=len(syncers))

@@ -56,8 +56,6 @@ class SyncerService:
         self._status = StatusReader(bus, clock, settings.liveness_s)
         self.nonce = random_hex(8)
         self.id = settings.syncer_id or own_name(self.nonce)
-        self.page = ""
-        """Where this process serves the run's page, for display."""
         self.serving: Serving | None = None
         """None before the spec is agreed."""
         self.finished = False
@@ -106,7 +104,7 @@ class SyncerService:
             DilocoError: the settings, the spec or the checkpoint cannot be used.
         """
         warnings = BusWarnings()
-        start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload, warnings, self.page)
+        start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload, warnings)
         spec = await _until(stop, start.spec())
         if spec is None:
             self.finished = start.finished
@@ -140,7 +138,6 @@ class SyncerService:
             random_hex=self._random_hex,
             recorder=recorder,
             speed=await speed_for(spec.sync, layout, self._offload),
-            page=self.page,
         )
 
 
@@ -188,7 +185,7 @@ async def serve(settings: SyncerProcess) -> int:
     collector = Collector(bus, service.clock, settings.liveness_s, route=RedisRoute.of(url))
     metrics.registry.register(RunMetrics(collector.reading, service.clock, service.leads))
     http, page = await start_http(service.status, service.ready, metrics.registry, collector.follow, settings, tell)
-    service.page = announced_page(page, settings.http_host)
+    bus.page = announced_page(page, settings.http_host)
     try:
         async with in_background(collector.run(), _keep_scripts(bus.ensure_scripts, metrics)):
             await service.run(stop)

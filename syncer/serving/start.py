@@ -145,8 +145,6 @@ class Start:
     """Name of the syncer, for the tape."""
     offload: Offload
     bus_warnings: BusWarnings
-    page: str = ""
-    """Where the syncer serves the run's page, for display."""
     finished: bool = False
     """True if the run had ended before this start, so that there is nothing to do."""
 
@@ -198,7 +196,7 @@ class Start:
         wanted = Wanted(sync={name: given[name] for name in given.keys() & self.settings.model_fields_set})
         while data is None:
             # This lets `diloco status` tell a run that waits for learners from one that does not exist.
-            await _retry(self._announce)
+            await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
             if wanted.sync:
                 offer = partial(self.bus.offer_wanted, wanted, self.settings.lease_s)
                 agree(self.settings, (await _retry(offer)).sync, SyncSettings, WAITING_SYNCER)
@@ -282,7 +280,8 @@ class Start:
         """
         looked_s = self.clock.now()
         while True:
-            await _retry(partial(self._announce, checkpoint.state.tokens))
+            say = partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s)
+            await _retry(partial(say, checkpoint.state.tokens))
             _, first, name = (await _retry(self.bus.read_savers) or [(0, self.nonce, self.name)])[-1]
             if self.clock.now() - looked_s >= min(TIMES.announced_s, self.settings.lease_s) and first == self.nonce:
                 if await _retry(partial(self._put, checkpoint, mode)):
@@ -291,10 +290,7 @@ class Start:
                 structlog.get_logger().info("resumed_by_another", syncer=name)
                 break
             await asyncio.sleep(TIMES.poll_s)
-        await _retry(self._announce)
-
-    async def _announce(self, saved_tokens: int = 0) -> None:
-        await self.bus.announce_syncer(self.nonce, self.name, self.settings.lease_s, saved_tokens, self.page)
+        await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
 
     async def _acquire(self, fragments: Sequence[int]) -> bool:
         for p in fragments:

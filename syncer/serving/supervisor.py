@@ -29,7 +29,7 @@ from diloco.syncer.serving.bus_recovery import BusRestorer
 from diloco.syncer.serving.checkpointing import Checkpoints
 from diloco.syncer.serving.closing import finish_run
 from diloco.syncer.serving.lead import Lead
-from diloco.syncer.serving.leases import RETRIES, Leases, release_all
+from diloco.syncer.serving.leases import RETRIES, Leases, in_time, release_all
 from diloco.syncer.serving.retrying import retrying
 from diloco.syncer.serving.start import BusWarnings
 from diloco.syncer.times import TIMES
@@ -50,8 +50,7 @@ class Serving:
         self._bus, self._clock, self._watch = context.bus, context.clock, context.watch
         initial = InitialVersions(context)
         self.owners = [FragmentOwner(context, layout, initial) for layout in context.layout.fragments]
-        presence = context.nonce, context.name, settings.lease_s, context.page
-        self.leases = Leases(self._bus, self._clock, self.owners, *presence)
+        self.leases = Leases(self._bus, self._clock, self.owners, context.nonce, context.name, settings.lease_s)
         self._lost = BusRestorer(self._bus, self._clock, context.agreed, self.owners)
         self._lead = Lead(context)
         self._servers: frozenset[str] = frozenset()
@@ -66,7 +65,8 @@ class Serving:
         """Resolves to the run's state once the run is closing or finished, so that no merge begins any more."""
         self.finished = False
         """True once the run is finished."""
-        self._in_order = True
+        self._in_order, self._silent = True, False
+        self._unwritten: list[str] = []  # by a shutdown in progress
         self._log = structlog.get_logger()
         self._show()
 
@@ -120,13 +120,16 @@ class Serving:
                 bound.append(asyncio.create_task(self._bound(stop, limit)))
                 await self._end(stop, background, owners)
         except TimeoutError:
-            self._log.error("shutdown_overrun", after_s=self._settings.shutdown_s, safe="all committed versions")
+            why = "Redis has not answered for a lease time" if self._silent else "it took longer than shutdown_s"
+            not_written = ", ".join(self._unwritten)
+            self._log.error("shutdown_overrun", reason=why, not_written=not_written, safe="all committed versions")
             self._in_order = False
         finally:
             await cancel(*background, *owners, *bound)
             with suppress(BusError):
-                await release_all(self._bus, self.context.nonce, len(self.owners))
-                await self._bus.withdraw_syncer(self.context.nonce)
+                if not self._silent:  # otherwise the leases have expired
+                    await release_all(self._bus, self.context.nonce, len(self.owners))
+                    await self._bus.withdraw_syncer(self.context.nonce)
         return self._in_order and (self._checkpoints is None or self._checkpoints.in_order)
 
     def _retrying(self, work: Any, retry_s: float = TIMES.retry_s) -> Any:
@@ -159,19 +162,34 @@ class Serving:
             task.result()  # a background task ends only by an error
 
     async def _bound(self, stop: asyncio.Event, limit: asyncio.Timeout) -> None:
-        """Bound the shutdown after `stop` by `shutdown_s`, and restart that limit with each fragment that is saved."""
+        """Bound the shutdown after `stop`: by `shutdown_s` from then and from each saved fragment, and by a lease time
+        in which Redis does not answer, since the leases are lost by then.
+        """
         await stop.wait()
         fragment_saved = self._checkpoints.fragment_saved if self._checkpoints else asyncio.Event()
-        while True:
-            fragment_saved.clear()
-            limit.reschedule(asyncio.get_running_loop().time() + self._settings.shutdown_s)
-            await fragment_saved.wait()
+        fragment_saved.set()
+        loop, lease_s, silent_from = asyncio.get_running_loop(), self._settings.lease_s, math.inf
+        while self._clock.now() - silent_from < lease_s:
+            if fragment_saved.is_set():
+                fragment_saved.clear()
+                limit.reschedule(loop.time() + self._settings.shutdown_s)
+            asked = self._clock.now()
+            try:
+                await in_time(self._bus.read_state(), lease_s)
+                silent_from = math.inf
+            except BusError:
+                silent_from = min(silent_from, asked)
+            await asyncio.sleep(TIMES.watch_s)
+        self._silent = True
+        limit.reschedule(loop.time())
 
     async def _end(
         self, stop: asyncio.Event, background: list[asyncio.Task[None]], owners: list[asyncio.Task[None]]
     ) -> None:
         """Let merges in progress be committed and give leases back; then finish a closing run, or save a checkpoint."""
         saves, served = self.leads() or len(self.leases.syncers) <= 1, self.served()
+        self._unwritten = ["the last checkpoint"] if self._checkpoints and (saves or self.closing.done()) else []
+        self._unwritten += ["the end of the tape's archive"] if self._archive else []
         self._watch.frozen = True
         for owner in self.owners:
             owner.wake.set()
@@ -183,6 +201,7 @@ class Serving:
         elif self._checkpoints and saves:
             await self._retrying(self._lead.begin)
             await self._retrying(partial(self._checkpoints.save_stopped, served))
+        self._unwritten = self._unwritten[-1:] if self._archive else []
         if self._archive:
             await self._retrying(partial(self._finish_archive, self._archive))
 

@@ -24,7 +24,8 @@ async def begin(url: str, run: str, page: str = "") -> None:
     async with open_bus(url, run) as bus:
         await bus.propose_spec(encode(samples.spec()))
         await bus.write_state(samples.run_state())
-        await bus.announce_syncer("aa" * 8, "s0", 60, page=page)
+        bus.page = page
+        await bus.announce_syncer("aa" * 8, "s0", 60)
 
 
 @pytest.fixture

@@ -691,14 +691,16 @@ async def test_syncers_with_a_checkpoint_are_told_with_the_most_tokens_last(bus:
 
 async def test_the_pages_of_syncers_are_read_by_their_names_if_they_can_be_shown(bus: Bus, backdoor: Backdoor) -> None:
     """A page is one line of bounded length and without control characters, whatever is in the table."""
-    await bus.announce_syncer(A, "one", 10, saved_tokens=5, page="http://127.0.0.1:8080/ on gpu-7")
     await bus.announce_syncer(B, "two", 10)
+    bus.page = "http://127.0.0.1:8080/ on gpu-7"
+    await bus.announce_syncer(A, "one", 10, saved_tokens=5)
     strange = ("http://x/\x1b[2J", "javascript:alert()", f"http://{'x' * 256}/", "http://x/ on a b")
     for number, page in enumerate(strange):
         backdoor.hset(bus.keys.syncers, f"strange-{number}", f"9999999999999 0 three-{number} {page}".encode())
     assert await bus.read_pages() == {"one": "http://127.0.0.1:8080/ on gpu-7"}
     assert {"one", "two", "three-0"} <= set((await bus.read_syncers()).values())
     assert [tuple(one) for one in await bus.read_savers()] == [(5, A, "one")]
+    bus.page = ""
     await bus.announce_syncer(A, "one", 10)
     assert await bus.read_pages() == {}
 

@@ -245,6 +245,33 @@ async def test_a_shutdown_that_overruns_its_budget_says_so_and_ends(tmp_path: Pa
     await learner.kill()
 
 
+@pytest.mark.parametrize("away_s", [2.0, 3600.0])
+@in_virtual_time
+async def test_a_shutdown_does_not_wait_for_a_bus_that_is_silent_for_a_lease_time(
+    tmp_path: Path, away_s: float
+) -> None:
+    """After a lease time its leases are lost. The log says what was not written; a shorter silence ends in order."""
+    world = VirtualRun(shutdown_s=60.0, checkpoint_dir=tmp_path, tape_dir=tmp_path / "tape")
+    service = world.start_syncer()
+    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+    await world.until_version(2)
+    back_s, turn = world.clock.now() + away_s, service.bus._turn  # type: ignore[attr-defined]
+
+    async def paused() -> None:
+        await asyncio.sleep(max(0.0, back_s - world.clock.now()))
+        await turn()
+
+    service.bus._turn = paused  # type: ignore[attr-defined]
+    world.stop.set()
+    with capture_logs() as logs:
+        async with asyncio.timeout(9.0):
+            await world.syncer
+    told = [line["not_written"] for line in logs if line["event"] == "shutdown_overrun"]
+    assert told == ([] if away_s == 2.0 else ["the last checkpoint, the end of the tape's archive"])
+    assert service.in_order == (not told)
+    await learner.kill()
+
+
 @in_virtual_time
 async def test_a_syncer_started_on_a_finished_run_saves_it_and_ends_at_once(tmp_path: Path) -> None:
     """As when it was killed between the manifest and the last checkpoint; the manifest stays as it is."""

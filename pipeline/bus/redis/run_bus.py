@@ -197,10 +197,8 @@ class RedisRunData(RedisConnection, SpecAndState, Reports, RunLogs, InitialUploa
 
     # Live syncers: a hash, nonce -> expiry, tokens of its checkpoint, name, and page.
 
-    async def announce_syncer(
-        self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0, page: str = ""
-    ) -> tuple[str, ...]:
-        told = nonce, f"{saved_tokens} {name} {page}".rstrip(), to_ms(ttl_s)
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
+        told = nonce, f"{saved_tokens} {name} {self.page}".rstrip(), to_ms(ttl_s)
         (live,) = await self._redis.script("announce_syncer", [self.keys.syncers], *told)
         return tuple(sorted(one.decode(errors="replace") for one in live))
 

@@ -29,12 +29,7 @@ class RedisRuns:
         self._calls = calls
 
     async def names(self) -> list[str]:
-        """Return the names of all runs, sorted.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-            NotPermitted: this user may not list the keys.
-        """
+        """Return the names of all runs, sorted. Raises as `taken`."""
         return sorted({run_of(key) async for keys in self._calls.keys(f"{PREFIX}{{*") for key in keys} - {""})
 
     async def taken(self) -> Mapping[str, Taken]:

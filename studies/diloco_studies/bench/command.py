@@ -29,6 +29,7 @@ from diloco_studies.bench.machine import describe, unusual
 from diloco_studies.goodput.commands.options import one_whole, whole
 
 app = new_app(
+    no_args_is_help=True,
     help="Benchmarks on this machine: median, minimum and maximum of several rounds, next to what the machine could "
     "do.",
 )

@@ -33,6 +33,7 @@ from diloco_studies.quality.sweep import News, sweep
 OUT = Path("runs/lab")
 
 app = new_app(
+    no_args_is_help=True,
     help="Quality experiments: real gradients in virtual time, under the production protocol.",
 )
 

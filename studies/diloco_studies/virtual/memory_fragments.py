@@ -123,16 +123,14 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         found = (self._bytes(self.keys.lease(p)) for p in fragments)
         return [None if holder is None else holder.decode(errors="replace") for holder in found]
 
-    async def announce_syncer(
-        self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0, page: str = ""
-    ) -> tuple[str, ...]:
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
         await self._turn()
         now_ms, found = self._unix_ms(), self._hash(self.keys.syncers)
         live = {*schema.syncer_names(schema.live_syncers(now_ms, found)), nonce}
         for other in [other for other in found if other.decode(errors="replace") not in live]:
             del found[other]
         until_ms = now_ms + max(1, round(1000 * ttl_s))
-        self.store.hset(self.keys.syncers, {nonce: f"{until_ms} {saved_tokens} {name} {page}".rstrip().encode()})
+        self.store.hset(self.keys.syncers, {nonce: f"{until_ms} {saved_tokens} {name} {self.page}".rstrip().encode()})
         return tuple(sorted(live))
 
     async def withdraw_syncer(self, nonce: str) -> None:

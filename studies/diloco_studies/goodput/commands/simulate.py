@@ -19,6 +19,7 @@ from diloco_studies.goodput.commands.options import Files, Pictured, Sample, sha
 from diloco_studies.goodput.constants import Constants, Planned
 
 app = new_app(
+    no_args_is_help=True,
     help="Simulate the goodput, uptime and bandwidth of training runs on up to millions of chips.",
 )
 
