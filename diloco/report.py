@@ -107,7 +107,7 @@ async def _poll(url: str, run: str, known: bool) -> tuple[Model, Status]:
 
 def _tell(model: Model, status: Status, place: Place, html: Path | None) -> None:
     if html is None:
-        typer.echo(summary_so_far(status))
+        typer.echo(summary_so_far(status, model["curves"].values()))
         if place.page:
             typer.echo(f"page       {place.page}")
         return

@@ -85,10 +85,10 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     shown = ("learner_killed", "learner_started", "learner_died", "syncer_died")
     kept = [event for event in report["events"] if event["name"] in shown]
     loss = report["global_val_loss"]
-    title = f"{report['method']}, {counted(len(report['learners']), 'learner')}: global validation loss"
-    title = title if loss is None else f"{title} {loss:.3f}"
+    title = f"{report['method']}, {counted(len(report['learners']), 'learner')}"
+    title = title if loss is None else f"{title}: global validation loss {loss:.3f}"
     with reporting_bugs("the picture", report["warnings"].append):
-        draw(report["evaluations"], kept, title, ledger_line(report), picture)
+        draw(report, kept, title, ledger_line(report), picture)
     whole = report | {"sample": text, "plot": str(picture) if picture.is_file() else None}
     _write(whole, folder.report)
     if text is not None:

@@ -1,6 +1,7 @@
-"""Draw the picture of a run: global validation loss against tokens and against time."""
+"""Draw the picture of a run: the losses of the global model and of learners, against tokens and against time."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ matplotlib.use("Agg")  # no display needed, and none opened
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from diloco.pipeline.view.loss_curves import smoothed
+
+# Of learners, as on the page.
+_COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b3589a", "#a87800", "#3aa0d8", "#6a51a3", "#7f8a96")
 _EVENT_COLOURS = {"learner_killed": "#c0392b", "learner_started": "#27803b", "learner_died": "#c0392b"}
 
 
-def draw(
-    evaluations: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], title: str, ledger: str, path: Path
-) -> None:
+def draw(report: Mapping[str, Any], events: Sequence[dict[str, Any]], title: str, ledger: str, path: Path) -> None:
     """Write a PNG with two panels.
 
     Args:
-        evaluations: in order; each has `tokens`, `elapsed_s` and `loss`.
+        report: its `evaluations` are a thick line, and its `curves` a thin one for each incarnation of a learner.
         events: drawn as vertical lines; each has `name`, `who`, `tokens` and `elapsed_s`.
         title: text above both panels.
         ledger: text below them, which says where the tokens went.
@@ -28,9 +31,20 @@ def draw(
     """
     figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
     by_tokens, by_time = figure.subplots(1, 2, sharey=True)
+    evaluations, curves = report["evaluations"], report["curves"]
+    names = list(dict.fromkeys(curve["learner"] for curve in curves))
+    for curve in curves:
+        losses = [math.nan if loss is None else loss for loss in smoothed(curve["losses"])]
+        times = [curve["begin_s"] + curve["every_s"] * (n + 1) for n in range(len(losses))]
+        colour, name = _COLOURS[names.index(curve["learner"]) % len(_COLOURS)], curve["learner"]
+        label = name if name not in by_time.get_legend_handles_labels()[1] and len(names) <= len(_COLOURS) else None
+        for axes, x in ((by_tokens, [tokens / 1e6 for tokens in curve["tokens"]]), (by_time, times)):
+            axes.plot(x, losses, color=colour, linewidth=0.9, alpha=0.8, label=label)
     _panel(by_tokens, [point["tokens"] / 1e6 for point in evaluations], evaluations, "trained tokens (millions)")
     _panel(by_time, [point["elapsed_s"] for point in evaluations], evaluations, "time since the first step (s)")
-    by_tokens.set_ylabel("global validation loss (nats per token)")
+    by_tokens.set_ylabel("loss (nats per token)")
+    if by_time.get_legend_handles_labels()[1]:
+        by_time.legend(fontsize=8, frameon=False)
     for event in events:
         for axes, x in ((by_tokens, event["tokens"] / 1e6), (by_time, event["elapsed_s"])):
             _mark(axes, x, event)
@@ -40,9 +54,10 @@ def draw(
 
 
 def _panel(axes: Axes, x: list[float], evaluations: Sequence[dict[str, Any]], label: str) -> None:
-    axes.plot(x, [point["loss"] for point in evaluations], color="#1f5f99", marker="o", markersize=3, linewidth=1.4)
+    losses = [point["loss"] for point in evaluations]
     if evaluations:
-        last = evaluations[-1]["loss"]
+        axes.plot(x, losses, color="#16191d", marker="o", markersize=3, linewidth=2, label="global, held out")
+        last = losses[-1]
         axes.annotate(f"{last:.3f}", (x[-1], last), textcoords="offset points", xytext=(-4, 8), ha="right", fontsize=9)
     axes.set_xlabel(label)
     axes.set_xlim(left=0)

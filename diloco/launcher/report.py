@@ -28,6 +28,7 @@ from diloco.pipeline.view.ledger import (
     whole_tokens,
 )
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.pipeline.view.loss_curves import LossCurve, curve_line
 from diloco.pipeline.view.merged_share import RECENT_S, MergedShare, shares
 from diloco.pipeline.view.status import Status, is_missed, present
 
@@ -87,6 +88,8 @@ class Outcome:
     events: Sequence[Event] = ()
     progress: Sequence[tuple[float, int]] = ()
     """(Unix time, trained tokens), in order."""
+    curves: Collection[LossCurve] = ()
+    """The learners' losses, in Unix time."""
     origin: Origin | None = None
     kill: Kill | None = None
     checkpoint: str | None = None
@@ -145,6 +148,16 @@ def _events(outcome: Outcome) -> list[dict[str, Any]]:
         }
         for event in outcome.events
     ]
+
+
+def _curves(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return the learners' losses by the run's time, with the tokens that the run had trained by each bucket's end."""
+    found: list[dict[str, Any]] = []
+    for one in outcome.curves:
+        begin_s, every_s = one["begin_s"], one["every_s"]
+        tokens = [tokens_at(outcome.progress, begin_s + every_s * (n + 1)) for n in range(len(one["losses"]))]
+        found.append({**one, "begin_s": begin_s - outcome.started_unix_s, "tokens": tokens})
+    return found
 
 
 def _rejected_of_others(kill: Kill, records: Sequence[TapeRecord], layout: Layout) -> dict[str, int]:
@@ -259,6 +272,7 @@ def build(outcome: Outcome) -> Report:
             {"tokens": one.tokens, "elapsed_s": one.elapsed_s, "loss": one.loss, "final": one.final}
             for one in outcome.evaluations
         ],
+        "curves": _curves(outcome),
         "events": _events(outcome),
         "demo": _demo(outcome.kill, parts, sums, outcome.records, outcome.layout)
         if outcome.kill and outcome.layout
@@ -310,11 +324,12 @@ def ledger_line(report: Report) -> str:
     return f"{report['tokens']} trained = " + " + ".join(shown)
 
 
-def _loss(loss: float | None, measured: bool) -> str:
-    """Return the line about the global loss; measured: whether it was measured at least once."""
-    if not measured:
-        return "the global validation loss is not known, because no evaluator has measured it"
-    return f"global validation loss {'not a number' if loss is None else f'{loss:.4f}'} nats per token"
+def _loss(loss: float | None, measured: bool, curves: Collection[LossCurve]) -> list[str]:
+    """Return the lines about the global loss and those of learners; measured: whether it was measured at least once."""
+    line = "the global validation loss is not known, because no evaluator has measured it"
+    if measured:
+        line = f"global validation loss {'not a number' if loss is None else f'{loss:.4f}'} nats per token"
+    return [line, *filter(None, [curve_line(curves)])]
 
 
 def _learners(rows: Sequence[Mapping[str, Any]], died: int, started: int | None = None) -> str:
@@ -332,8 +347,8 @@ def _learners(rows: Sequence[Mapping[str, Any]], died: int, started: int | None 
     return f"{counted(len(rows), 'learner')}{ranks}{whence}{f', {died} of them died' if died else ''}"
 
 
-def summary_so_far(status: Status) -> str:
-    """Return the lines of `summary` for a run that has only a status, read from its Redis."""
+def summary_so_far(status: Status, curves: Collection[LossCurve] = ()) -> str:
+    """Return the lines of `summary` for a run of which only its Redis is read; `curves`: the learners' losses."""
     learners = present(status["learners"])
     blocked = max((one["blocked_s"] / one["wall_s"] for one in learners if one.get("wall_s")), default=0.0)
     evaluation, gone = status["evaluation"], status["tokens_lost"]
@@ -343,7 +358,7 @@ def summary_so_far(status: Status) -> str:
     lines = [
         f"{status['phase']}{why}: run {status['run']!r}, {_learners(learners, died)}, {trained(status)} in "
         f"{duration(status['elapsed_s'])}, {counted(status['outer_steps'], 'outer step')}",
-        _loss(evaluation and evaluation["loss"], evaluation is not None),
+        *_loss(evaluation and evaluation["loss"], evaluation is not None, curves),
         f"tokens: {ledger_line(account)}",
         f"merged share {merged_share(status['merged_share'])}",
         f"training blocked for at most {blocked:.2%} of the time",
@@ -377,7 +392,7 @@ def summary(report: Report) -> str:
         f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {learners}, "
         f"{count(report['tokens'])} tokens in {duration(report['elapsed_s'])}, "
         f"{counted(report['outer_steps'], 'outer step')}",
-        _loss(loss, loss is not None or bool(report["evaluations"])),
+        *_loss(loss, loss is not None or bool(report["evaluations"]), report.get("curves", ())),
         f"tokens: {ledger_line(report)}",
         f"merged share {merged_share(report['merged_share'])}",
         f"training blocked for at most {blocked:.2%} of the time",

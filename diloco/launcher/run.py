@@ -53,6 +53,7 @@ from diloco.pipeline.process.interrupts import end_with
 from diloco.pipeline.process.output import survive_closed_pipes
 from diloco.pipeline.units import count
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
+from diloco.pipeline.view.loss_curves import loss_curves
 from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.pipeline.view.status import LearnerStatus, Status
 from diloco.pipeline.view.status_reader import StatusReader
@@ -389,6 +390,7 @@ class Launcher:
             evaluations=[one for _, one in await self._all(self._bus.read_evaluations)],
             events=[one for _, one in await self._all(self._bus.read_events)],
             progress=self._progress,
+            curves=loss_curves(await self._bus.read_reports(), self._clock.unix()).values(),
             origin=origin,
             warnings=self._warnings,
         )

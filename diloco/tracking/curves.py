@@ -1,15 +1,17 @@
 """Turn what was read from a run into the points of its curves. Does no input or output.
 
-The x axis is trained tokens for held-out loss, and the round for merges; a round is a version that every fragment has
-reached. Redis and the tape have both from the run's start. The current values (rates, fates of tokens, learners) are
+The x axis is trained tokens for losses, and the round for merges; a round is a version that every fragment has
+reached. Redis and the tape have them from the run's start. The current values (rates, fates of tokens, learners) are
 drawn at the trained tokens of the poll that read them, and are not known for the time before the first poll.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco.pipeline.messages.fragment import Committed, Rejected
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Poll
 
@@ -51,7 +53,6 @@ def now(reading: Reading, poll: Poll) -> list[Point]:
         "tokens/pending": status["tokens_lost"]["pending"],
     }
     for one in learners:
-        values[f"loss/{one['id']}"] = one["loss"]
         values[f"steps_per_s/{one['id']}"] = 1 / one["step_s"] if one["step_s"] else None
         values[f"staleness/{one['id']}"] = reading.behind(one)
     if poll.info is not None:
@@ -61,6 +62,38 @@ def now(reading: Reading, poll: Poll) -> list[Point]:
     if not status["tokens"]:
         return []
     return [Point(tag, status["tokens"], value, poll.now_s) for tag, value in values.items() if value is not None]
+
+
+class Losses:
+    """Returns points of the learners' losses as their buckets end: the same curves as on the page."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[float, int]] = {}
+        """By learner: Unix time and tokens of the last point."""
+        self._at: tuple[float, int] | None = None
+        """(Unix time, trained tokens) of the last poll."""
+
+    def see(self, poll: Poll) -> list[Point]:
+        """Return the points that are new at a poll, at most one for each number of tokens.
+
+        Tokens between two polls are on a straight line; before the first one, on a line from the run's beginning.
+        """
+        end_s, tokens, over = poll.now_s, poll.status["tokens"], poll.status["phase"] == Phase.FINISHED
+        begin_s, before = self._at or (poll.began_s or end_s, 0)
+        found = []
+        for curve in sorted(poll.curves.values(), key=lambda one: one["begin_s"]):
+            learner = curve["learner"]
+            for n, loss in enumerate(curve["losses"]):
+                at_s = curve["begin_s"] + (n + 1) * curve["every_s"]
+                at_s = min(at_s, end_s) if over else at_s
+                share = min(1.0, max(0.0, (at_s - begin_s) / max(end_s - begin_s, 1e-9)))
+                step = round(before + share * (tokens - before))
+                told_s, told = self._told.get(learner, (-math.inf, -1))
+                if loss is not None and told_s < at_s <= end_s and told < step:  # later buckets are not full yet
+                    found.append(Point(f"loss/{learner}", step, loss, at_s))
+                    self._told[learner] = at_s, step
+        self._at = end_s, tokens
+        return found
 
 
 class Rounds:

@@ -11,6 +11,7 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import typer
@@ -27,7 +28,7 @@ from diloco.pipeline.view.page.collector import MAX_READ, RunReader
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Poll
 from diloco.pipeline.waiting import first_of
-from diloco.tracking.curves import ROUND, Point, Rounds, evaluations, now
+from diloco.tracking.curves import ROUND, Losses, Point, Rounds, evaluations, now
 
 EVERY_S = 10.0
 # Time to wait for the evaluation of a finished run's last model, which comes after the end of training.
@@ -105,7 +106,13 @@ class Wandb:
 
 
 def _mark(kind: str, point: Point) -> list[float]:
-    """Return a key that grows from point to point: a run may be evaluated twice at the same tokens, as at its end."""
+    """Return a key that grows from point to point.
+
+    A run may be evaluated twice at the same tokens, as at its end. The times of losses differ by milliseconds from poll
+    to poll, as reports arrive sooner or later.
+    """
+    if kind.startswith("loss/"):
+        return [round(point.unix_s), 0]
     return [point.step, point.unix_s if kind == "evaluations" else 0]
 
 
@@ -185,7 +192,7 @@ class Writer:
 
     def __init__(self, notes: Notes, tracker: TensorBoard | Wandb) -> None:
         self._notes, self._tracker = notes, tracker
-        self._rounds, self._reading = Rounds(), Reading()
+        self._rounds, self._losses, self._reading = Rounds(), Losses(), Reading()
         self._now: list[Point] = []
 
     def see(self, poll: Poll) -> None:
@@ -200,6 +207,8 @@ class Writer:
         self._notes.check(poll.origin_s)
         self._notes.put("evaluations", evaluations(poll), self._tracker)
         self._notes.put("rounds", self._rounds.see(poll), self._tracker)
+        for tag, points in groupby(self._losses.see(poll), key=lambda one: one.tag):
+            self._notes.put(tag, list(points), self._tracker)
         self._reading.see(poll)
         new = now(self._reading, poll)
         if new and self._now and new[0].step > self._now[0].step:

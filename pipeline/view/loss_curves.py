@@ -5,7 +5,7 @@ stay on the bus with their last reports. A peer may claim anything: what is not 
 is left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -62,7 +62,18 @@ def _shown(losses: npt.NDArray[np.float64]) -> list[float | None]:
     return [loss if there else None for loss, there in zip(rounded.tolist(), plausible.tolist(), strict=True)]
 
 
-def mean_over_time(curves: Sequence[LossCurve], points: int) -> list[float | None]:
+def smoothed(losses: Sequence[float | None]) -> list[float | None]:
+    """Return each loss's mean with its neighbours, fewer at the beginning, where it falls fast; as in `loss.js`."""
+    most = min(8, len(losses) // 16)
+    found: list[float | None] = []
+    for n, loss in enumerate(losses):
+        reach = min(most, n)
+        near = [one for one in losses[n - reach : n + reach + 1] if one is not None]
+        found.append(None if loss is None else sum(near) / len(near))
+    return found
+
+
+def mean_over_time(curves: Collection[LossCurve], points: int) -> list[float | None]:
     """Return the mean loss of all curves in each of so many equal parts of their time."""
     begin_s = min((one["begin_s"] for one in curves), default=0.0)
     end_s = max((one["begin_s"] + one["every_s"] * len(one["losses"]) for one in curves), default=0.0)
@@ -75,15 +86,15 @@ def mean_over_time(curves: Sequence[LossCurve], points: int) -> list[float | Non
     return [sum(part) / len(part) if part else None for part in parts]
 
 
-def curve_line(curves: Mapping[str, LossCurve], points: int = 32) -> str:
+def curve_line(curves: Collection[LossCurve], points: int = 32) -> str:
     """Return the learners' mean loss over time in one line of text; "" if no learner has told a loss."""
-    means = mean_over_time(list(curves.values()), points)
+    means = mean_over_time(curves, points)
     there = [one for one in means if one is not None]
     if not there:
         return ""
     low, high = min(there), max(there)
     step = (high - low) / (len(BARS) - 1) or 1.0
     bars = "".join(" " if one is None else BARS[round((one - low) / step)] for one in means)
-    learners = len({one["learner"] for one in curves.values()})
+    learners = len({one["learner"] for one in curves})
     whose = "its learner" if learners == 1 else f"{learners} learners"
     return f"training loss of {whose} {there[0]:.4g} {bars} {there[-1]:.4g}, on their own data"

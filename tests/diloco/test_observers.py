@@ -27,6 +27,7 @@ from diloco.pipeline.messages.run import Evaluation, LearnerReport
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.pipeline.view.loss_curves import loss_curves
 from diloco.pipeline.view.page.collector import AGAIN_S, Collector
 from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.page.last_poll import Reading
@@ -66,6 +67,7 @@ def greatest(name: str) -> list[Any]:
 def show(reports: list[LearnerReport], evaluation: Evaluation) -> None:
     """All that shows a run, at two polls at it."""
     reading, model, rounds = Reading(), PageModel("run"), curves.Rounds()
+    losses = curves.Losses()
     registry = registry_of("run")
     for at_s in (0.0, 10.0):
         now_s = NOW_S + at_s
@@ -74,17 +76,19 @@ def show(reports: list[LearnerReport], evaluation: Evaluation) -> None:
         given = samples.spec(), samples.run_state(), seen, heads, evaluation, [], now_s, 5.0, {"0": "s"}, ["0", "0"]
         status = build_status("run", *given)
         poll = Poll(
-            now_s=now_s, status=status, evaluations=[evaluation], info=BusInfo("id", "7", 0, 0), shares={0: 0.5, 1: 0.5}
+            **{"now_s": now_s, "status": status, "evaluations": [evaluation], "info": BusInfo("id", "7", 0, 0)},
+            **{"shares": {0: 0.5, 1: 0.5}, "curves": loss_curves(seen, now_s)},
         )
         reading.see(poll)
         model.see(poll)
         dumps(model.patch())
         curves.now(reading, poll)
+        losses.see(poll)
         curves.evaluations(poll)
         rounds.see(poll)
         Console(width=120).print(render(status))
         plain_line(status)
-        summary_so_far(status)
+        summary_so_far(status, poll.curves.values())
     registry.register(RunMetrics(reading, VirtualNow(), lambda: True))
     assert generate_latest(registry).count(b"\ndiloco_") >= len(FIGURES) - 3  # of a server without limit, no rewind
     dumps(learner_rows(reports))
@@ -113,6 +117,7 @@ def outcome(reports: list[LearnerReport], evaluation: Evaluation) -> Outcome:
         started_unix_s=NOW_S,
         ledger_inputs=LedgerInputs(reports=reports),
         evaluations=[evaluation],
+        curves=loss_curves([samples.seen().model_copy(update={"report": one}) for one in reports], NOW_S).values(),
     )
 
 
@@ -149,7 +154,7 @@ def test_the_greatest_numbers_of_an_evaluation_are_shown(
 def finish_picture(built: dict[str, Any], path: Path) -> None:
     from diloco.launcher.plot import draw
 
-    draw(built["evaluations"], [], "title", "ledger", path)
+    draw(built, [], "title", "ledger", path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

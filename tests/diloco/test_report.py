@@ -386,7 +386,22 @@ def test_tape_records_read_as_text_and_as_json():
 
 
 @pytest.mark.parametrize("points", [0, 1, 5])
-def test_the_picture_is_drawn_however_few_evaluations_there_are(tmp_path, points):
-    built = build(outcome(evaluations=[evaluation(10 * i, float(i), 4.0 - i / 10) for i in range(points)]))
-    draw(built["evaluations"], built["events"], "title", ledger_line(built), tmp_path / "loss.png")
+@pytest.mark.parametrize("learners", [0, 2, 12])
+def test_the_picture_is_drawn_however_few_losses_there_are(tmp_path, points, learners):
+    losses = [3.0, None, 2.5, *[2.0] * 30]
+    curves = [{"learner": f"l{n}", "begin_s": 1001.0, "every_s": 2.0, "losses": losses} for n in range(learners)]
+    evaluations = [evaluation(10 * i, float(i), 4.0 - i / 10) for i in range(points)]
+    built = build(outcome(evaluations=evaluations, curves=curves))
+    draw(built, built["events"], "title", ledger_line(built), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_has_the_learners_losses_by_time_and_tokens():
+    """Of the whole run, and its summary draws their mean in a line."""
+    curve = {"learner": "l0", "begin_s": 1001.0, "every_s": 2.0, "losses": [3.0, None, 2.5]}
+    built = build(outcome(curves=[curve], progress=[(1000.0, 0), (1010.0, 200)]))
+    assert built["curves"] == [curve | {"begin_s": 1.0, "tokens": [60, 100, 140]}]
+    line = "training loss of its learner 3 "
+    assert line in summary(json.loads(json.dumps(built)))
+    del built["curves"]  # of an earlier build
+    assert line not in summary(built)

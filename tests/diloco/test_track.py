@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from diloco.cli import main
@@ -20,9 +21,11 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected
-from diloco.pipeline.messages.run import Evaluation
+from diloco.pipeline.messages.run import Evaluation, LearnerReport, Phase
 from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.view.loss_curves import loss_curves
 from diloco.pipeline.view.page.collector import RunReader
+from diloco.pipeline.view.page.model import Poll
 from diloco.tracking.curves import Point
 from diloco.tracking.follow import Notes, Wandb, Writer
 from diloco_studies.virtual.memory import MemoryBus
@@ -88,17 +91,38 @@ def test_what_is_so_now_is_written_once_there_are_more_tokens(tmp_path: Path) ->
     with writer(tmp_path, kept) as first:
         for loss, tokens in ((3.6, 500), (3.5, 500), (3.0, 900), (2.9, 900)):
             first.see(poll([samples.seen("l0", tokens=tokens, loss=loss, versions=(3, 2), step_s=0.25)]))
-        assert kept.of("loss/l0") == [(500, 3.5)]
+        assert kept.of("steps_per_s/l0") == [(500, 4.0)]
         first.end()
     with writer(tmp_path, kept) as second:
         second.see(poll([samples.seen("l0", tokens=900, loss=2.0)]))
         second.end()
-    assert kept.of("loss/l0") == [(500, 3.5), (900, 2.9)]
     assert kept.of("steps_per_s/l0") == [(500, 4.0), (900, 4.0)]
     assert kept.of("staleness/l0") == [(500, 3.0), (900, 3.0)]
     assert kept.of("redis/sent_bytes") == [(500, 900.0), (900, 900.0)]
     fates = [f"tokens/{fate}" for fate in ("merged", "overwritten", "rejected", "died", "pending")]
     assert sum(kept.of(fate)[1][1] for fate in fates) == 900
+
+
+def test_a_learners_losses_are_written_from_its_first_step_whoever_comes(tmp_path: Path) -> None:
+    """Each bucket once it is full, at the tokens of its time; the last one when the run is over."""
+    kept = Kept()
+
+    def look(now_s: float, tokens: int, *losses: float, phase: Phase = Phase.RUNNING, late_s: float = 0.0) -> Poll:
+        curve = np.array(losses, "<f4").tobytes()
+        wall_s = now_s - 1000.0
+        seen = samples.seen("l0", age_s=late_s, tokens=tokens, wall_s=wall_s - late_s, curve_s=10.0, curve=curve)
+        found = poll([seen])
+        status = found.status | {"phase": phase.value}
+        return replace(found, now_s=now_s, status=status, began_s=1000.0, curves=loss_curves([seen], now_s + 0.004))
+
+    with writer(tmp_path, kept) as first:
+        first.see(look(1025.0, 500, 5.0, 4.0, 3.9))
+        assert kept.of("loss/l0") == [(200, 5.0), (400, 4.0)]
+        first.see(look(1035.0, 600, 5.0, 4.0, 3.5, 3.4, late_s=0.3))
+    with writer(tmp_path, kept) as second:
+        second.see(look(1045.0, 700, 5.0, 4.0, 3.5, 3.0, 2.9, phase=Phase.FINISHED))
+        second.end()
+    assert kept.of("loss/l0") == [(200, 5.0), (400, 4.0), (550, 3.5), (622, 3.0), (700, 2.9000)]
 
 
 def test_a_round_is_told_once_each_fragment_has_its_merge_by_whoever_comes(tmp_path: Path) -> None:
@@ -161,17 +185,22 @@ def test_what_cannot_be_is_refused_at_once(
     assert told in capsys.readouterr().err
 
 
+def anna(tokens: int, loss: float, number: int) -> LearnerReport:
+    curve = np.full(11, loss + 0.5, "<f4").tobytes()
+    return samples.report("anna", tokens=tokens, number=number, curve_s=1.0, curve=curve)
+
+
 async def lives(url: str, run: str, tokens: int, loss: float) -> None:
     """Its learner, still: whoever began to poll some seconds after `train` would find it silent."""
     async with open_bus(url, run) as bus:
-        await bus.write_report(samples.report("anna", tokens=tokens, loss=loss + 0.5, number=tokens + 1))
+        await bus.write_report(anna(tokens, loss, tokens + 1))
 
 
 async def train(url: str, run: str, tokens: int, loss: float) -> None:
     """So far the run is, and its evaluator has said so."""
     async with open_bus(url, run) as bus:
         await bus.propose_spec(encode(samples.spec()))
-        await bus.write_report(samples.report("anna", tokens=tokens, loss=loss + 0.5, number=tokens))
+        await bus.write_report(anna(tokens, loss, tokens))
         await bus.write_state(samples.run_state(tokens=tokens))
         await bus.add_evaluation(evaluation(tokens, loss))
 

@@ -52,7 +52,7 @@ def test_what_is_kept_of_a_crowd_is_bounded() -> None:
     assert "l0/00000000" in found
     assert f"l0/{2 * MAX_CURVES - 1:08x}" not in found
     dumps(found)
-    assert curve_line(found) == ""
+    assert curve_line(found.values()) == ""
 
 
 def test_a_follower_gets_the_buckets_that_are_new() -> None:
@@ -82,4 +82,4 @@ def test_a_line_of_text_draws_the_mean_of_all_learners() -> None:
     ]
     curves = loss_curves(reports, NOW_S)
     assert mean_over_time(list(curves.values()), 4) == [4.0, 3.0, 3.0, 2.0]
-    assert curve_line(curves, 4) == "training loss of 2 learners 4 █▅▅▁ 2, on their own data"
+    assert curve_line(curves.values(), 4) == "training loss of 2 learners 4 █▅▅▁ 2, on their own data"
