@@ -94,12 +94,12 @@ async def test_a_minute_without_merges_is_a_gap(page: Tab) -> None:
     async with page_of(Still(made_up())) as address:
         await page.open(address)
         sums = [*range(20), *[19] * 40, *range(20, 40)]  # one a second, none for 40 s, one a second
-        begins, bars = await page.value(f"import('/page/rates.js').then((it) => it.bars({sums}, 0, 1, 0, 83))")
+        begins, bars = await page.value(f"import('/page/rates.js').then((it) => it.bars({sums}, 0, 1, 0, 83, 100))")
         assert begins == [0, 10, 20, 30, 40, 50, 60, 70, 80]
         assert bars == [54, 60, 0, 0, 0, 0, 60, 60, None]
-        assert (await page.value("import('/page/rates.js').then((it) => it.bars([9, 9, 3, 4], 0, 10, 0, 40))"))[1] == [
-            *(0, 0, None, 6)
-        ]
+        assert (await page.value("import('/page/rates.js').then((it) => it.bars([9, 9, 3, 4], 0, 10, 0, 40, 0))"))[
+            1
+        ] == [*(0, 0, None, 6)]
 
 
 async def test_each_learner_has_a_loss_line(page: Tab) -> None:

@@ -43,11 +43,11 @@ def test_a_syncer_that_dies_is_told_with_when_it_was_there_last() -> None:
     assert page.see(1002.0, "a") == []
     assert page.see(1004.0, "a", "b") == []
     assert page.see(1008.0, "a") == []
-    assert page.see(1010.0, "a") == ["4 b is gone: "]
+    assert page.see(1010.0, "a") == ["4 syncer b is gone: "]
     assert page.see(1011.0) == []
-    assert page.see(1016.0) == ["10 a is gone: no syncer is left, so nothing is merged"]
+    assert page.see(1016.0) == ["10 syncer a is gone: no syncer is left, so nothing is merged"]
     assert page.see(1017.0) == []
-    assert page.see(1018.0, "c") == ["18 c joined: "]
+    assert page.see(1018.0, "c") == ["18 syncer c joined: "]
 
 
 def test_a_death_that_an_event_has_told_is_not_told_twice() -> None:
@@ -57,7 +57,7 @@ def test_a_death_that_an_event_has_told_is_not_told_twice() -> None:
     died = Event(name="syncer_died", who="b", detail="killed", unix_s=1002.0)
     assert page.see(1003.0, "a", events=[died]) == ["2 b died: killed"]
     assert page.see(1009.0, "a") == []
-    assert page.see(1010.0, "a", "b") == ["10 b joined: "]
+    assert page.see(1010.0, "a", "b") == ["10 syncer b joined: "]
 
 
 def test_syncers_that_leave_a_finished_run_are_not_told() -> None:
@@ -70,7 +70,7 @@ def test_syncers_that_leave_a_finished_run_are_not_told() -> None:
 def test_a_page_that_was_not_there_sees_a_takeover_on_the_tape() -> None:
     """Once for all fragments that pass over together, with how long nothing was merged."""
     records = [merge(0, 1, "a", 1010.0), merge(1, 1, "a", 1012.0), merge(0, 2, "b", 1070.0), merge(1, 2, "b", 1071.0)]
-    told = "70 b took over from a: first merge of fragment 0, 1:00 after the last one"
+    told = "70 syncer b took over from a: first merge of fragment 0, 1:00 after the last one"
     page = Watched()
     assert page.see(1072.0, "b", records=records) == [told]
     assert page.see(1073.0, "b", records=[merge(0, 3, "b", 1072.5)]) == []

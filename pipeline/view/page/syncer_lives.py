@@ -54,12 +54,12 @@ class SyncerLives:
             return
         for name in here:
             if name not in self._seen_s or name in self._gone:
-                yield Mark(now_s, "joined", name)
+                yield Mark(now_s, "joined", _named(name))
             self._seen_s[name] = now_s
             self._gone.discard(name)
         for name, seen_s in [one for one in self._seen_s.items() if now_s - one[1] > ABSENT_S]:
             if name not in self._gone:
-                yield Mark(seen_s, "is gone", name, "" if here else "no syncer is left, so nothing is merged")
+                yield Mark(seen_s, "is gone", _named(name), "" if here else "no syncer is left, so nothing is merged")
             del self._seen_s[name]
             self._gone.discard(name)
 
@@ -70,4 +70,8 @@ class SyncerLives:
         if before != record.syncer and at_s - self._takeovers.get(pair, 0.0) > TAKEOVER_S:
             self._takeovers[pair] = at_s
             detail = f"first merge of fragment {record.fragment}, {duration(at_s - before_s)} after the last one"
-            yield Mark(at_s, f"took over from {before}", record.syncer, detail)
+            yield Mark(at_s, f"took over from {before}", _named(record.syncer), detail)
+
+
+def _named(syncer: str) -> str:
+    return syncer if syncer.startswith("syncer") else f"syncer {syncer}"

@@ -33,6 +33,22 @@ function last(plot) {
   });
 }
 
+/** @type {(plot: any, line: number, n?: number|null) => number[]} values of a line, up to a place */
+function known(plot, line, n) {
+  return plot.data[line].slice(0, n == null ? undefined : n + 1).filter((/** @type {any} */ one) => one !== null);
+}
+
+/**
+ * What the legend says of a line: where it has ended, or is known at some places only, its last value.
+ * @param {(one: number) => string} write
+ */
+function lastKnown(write) {
+  return (/** @type {any} */ plot, /** @type {any} */ _, /** @type {number} */ line, /** @type {number|null} */ n) => {
+    const one = known(plot, line, n).pop();
+    return one === undefined ? "–" : write(one);
+  };
+}
+
 /** All charts of a page. */
 export class Charts {
   constructor() {
@@ -69,7 +85,8 @@ export class Charts {
     const rates = (/** @type {string} */ name, /** @type {number} */ within) =>
       rate(carried(times, name, 0, to), times.step, within).slice(from);
     const range = /** @type {[number, number]} */ ([span.begin - origin, span.end - origin]);
-    const [begins, merges] = bars(carried(times, "merges", 0, times.length), times.first, times.step, span.begin, span.end);
+    const [begins, merges] = bars(carried(times, "merges", 0, times.length), times.first, times.step, span.begin, span.end,
+      origin);
     this.lines("rate", begins.map((one) => one - origin), [["merges a minute", "merging", merges]],
       (one) => one.toFixed(one < 10 ? 1 : 0), range);
     const traffic = ["received", "sent"].map((name) => rates(name, over));
@@ -116,14 +133,7 @@ export class Charts {
     put("loss-lacks", lacks);
     put("loss-how", command);
     const few = drawn.names.length <= COLOURS;
-    /** @type {(plot: any, line: number, n?: number|null) => number[]} */
-    const known = (plot, line, n) => plot.data[line].slice(0, n == null ? undefined : n + 1).filter((/** @type {any} */ one) => one !== null);
-    /** A line that has ended, or is known at some places only, has its last value in the legend. */
-    const base = { spanGaps: false, points: { show: false },
-      value: (/** @type {any} */ plot, /** @type {any} */ _, /** @type {number} */ line, /** @type {number|null} */ n) => {
-        const one = known(plot, line, n).pop();
-        return one === undefined ? "–" : write(one);
-      } };
+    const base = { spanGaps: false, points: { show: false }, value: lastKnown(write) };
     const thin = drawn.names.map((name, n) => ({ ...base, label: name, class: few ? null : "unnamed", width: few ? 1.3 : 1,
       stroke: colour(few ? `line-${n}` : "thin") }));
     const lines = [drawn.held, ...drawn.learners];
@@ -176,7 +186,7 @@ export class Charts {
       dash,
       spanGaps: true,
       points: { show: false },
-      value: (/** @type {any} */ _, /** @type {number|null} */ one) => (one == null ? "–" : write(one)),
+      value: lastKnown(write),
       ...bar,
     }));
     this.draw(id, [xs, ...lines.map(([, , values]) => values)], series, write, clock, range);
@@ -191,11 +201,11 @@ export class Charts {
     const section = /** @type {HTMLElement} */ (root.closest("section"));
     const height = id === "loss" ? LOSS_HEIGHT : HEIGHT;
     const there = this.plots.get(id);
-    const known = data.slice(1).some((values) => values.some((/** @type {any} */ one) => one !== null));
-    section.hidden = id !== "loss" && !known && !there;
-    root.hidden = !known && !there;
+    const any = data.slice(1).some((values) => values.some((/** @type {any} */ one) => one !== null));
+    section.hidden = id !== "loss" && !any && !there;
+    root.hidden = !any && !there;
     const width = root.clientWidth;
-    if (!known || (!width && !there)) return there?.setData(data);
+    if (!any || (!width && !there)) return there?.setData(data);
     if (there) {
       there.span = range;
       if (width && there.width !== width) there.setSize({ width, height });

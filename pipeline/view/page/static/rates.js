@@ -38,14 +38,15 @@ export function rate(sums, step, over) {
 /**
  * @param {(number | null)[]} sums at buckets, the first of which is number `first` @param {number} first
  * @param {number} step seconds of a bucket @param {number} begin @param {number} end Unix times
+ * @param {number} origin Unix time at which a bar begins, so that bars stay where they are while time goes on
  * @returns {[number[], (number|null)[]]} begins of the bars, and by how much the sum grew a minute in each; null where it
  * is not known, and where a counter began anew
  */
-export function bars(sums, first, step, begin, end) {
+export function bars(sums, first, step, begin, end, origin) {
   const long = BAR_S.find((one) => one >= step && (end - begin) / one <= BARS) ?? BAR_S[BAR_S.length - 1];
   const sum = (/** @type {number} */ when) => sums[Math.min(sums.length, Math.floor(when / step) - first) - 1] ?? null;
   const begins = [];
-  for (let at = Math.floor(begin / long) * long; at < end; at += long) begins.push(at);
+  for (let at = origin + Math.floor((begin - origin) / long) * long; at < end; at += long) begins.push(at);
   return [begins, begins.map((at) => {
     const [from, to] = [sum(Math.max(at, first * step + step)), sum(Math.min(at + long, end))];
     const took = Math.min(at + long, end) - at;
