@@ -166,7 +166,9 @@ Checkpoint = Annotated[
 
 def export(
     checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, OUT.safetensors; with --hf, a folder")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="File to write, OUT.safetensors; with --hf or --dcp, a folder")
+    ],
     hf: Annotated[
         Path | None,
         typer.Option(
@@ -175,12 +177,19 @@ def export(
             "weights of this folder; for peft's from_pretrained if it has adapter_config.json",
         ),
     ] = None,
+    dcp: Annotated[bool, typer.Option("--dcp", help="Write a folder for torch.distributed.checkpoint")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace existing files")] = False,
 ) -> None:
     """Write the global parameters of a checkpoint as a plain safetensors file, with one entry per tensor.
 
-    With --hf, write a folder that transformers or peft loads, in the dtype that config.json names.
+    With --hf, write a folder that transformers or peft loads, in the dtype that config.json names. With --dcp, write a
+    folder that torch.distributed.checkpoint loads, in float32.
     """
+    if dcp:
+        if hf is not None:
+            raise UsageError("--hf and --dcp are two formats: pass one of them")
+        importlib.import_module("diloco.export_dcp").export_dcp(checkpoint, out, overwrite)
+        return
     if hf is not None:
         importlib.import_module("diloco.export_hf").export_hf(checkpoint, out, hf, overwrite)
         return
