@@ -13,8 +13,8 @@ from diloco.pipeline.view.page.verdict import make_verdict
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, build_status
 
 NOTE = (
-    "Made from the tape, which shows a learner only from its first merged delta to its last. Unpublished training, "
-    "bytes and memory are not on a tape."
+    "Made from the tape, which shows a learner only from its first merged delta to its last. Losses, unpublished "
+    "training, bytes and memory are not on a tape."
 )
 
 

@@ -13,11 +13,17 @@ const PLACES = 300;
  * @returns {(number | null)[]} each with its neighbours' mean: fewer at the beginning, where a loss falls fast
  */
 export function smoothed(losses) {
-  const reach = Math.min(8, Math.floor(losses.length / 16));
+  const most = Math.min(8, Math.floor(losses.length / 16));
+  // Sums and counts of all before each place, so that hundreds of learners cost little.
+  const [sums, counts] = [new Float64Array(losses.length + 1), new Uint16Array(losses.length + 1)];
+  losses.forEach((loss, n) => {
+    sums[n + 1] = sums[n] + (loss ?? 0);
+    counts[n + 1] = counts[n] + (loss === null ? 0 : 1);
+  });
   return losses.map((loss, n) => {
-    if (loss === null) return null;
-    const near = losses.slice(n - Math.min(reach, n), n + Math.min(reach, n) + 1).filter((one) => one !== null);
-    return near.reduce((sum, one) => sum + one, 0) / near.length;
+    const reach = Math.min(most, n);
+    const [from, to] = [n - reach, Math.min(losses.length, n + reach + 1)];
+    return loss === null ? null : reach ? (sums[to] - sums[from]) / (counts[to] - counts[from]) : loss;
   });
 }
 
@@ -96,11 +102,16 @@ export function lossLines(model, span, byTokens) {
   const names = [...lines.keys()].sort((a, b) => a.length - b.length || (a < b ? -1 : 1));
   const learners = names.map((name) => /** @type {(number|null)[]} */ (lines.get(name)));
   const median = places.map((_, n) => {
-    const there = learners.map((line) => line[n]).filter((one) => one !== null).sort((a, b) => a - b);
-    return there.length ? there[Math.floor(there.length / 2)] : null;
+    const there = sorted(learners.map((line) => line[n]));
+    return there.length ? there[there.length >> 1] : null;
   });
   return { xs: places.map((one) => one.x), names, learners, median,
     held: places.map((one) => (Number.isNaN(one.loss) ? null : one.loss)) };
+}
+
+/** @param {(number|null)[]} values @returns {Float64Array} those that are there, in order */
+function sorted(values) {
+  return Float64Array.from(/** @type {number[]} */ (values.filter((one) => one !== null))).sort();
 }
 
 /**
@@ -108,7 +119,7 @@ export function lossLines(model, span, byTokens) {
  * @returns {[number, number]} what the axis shows: all but rare losses far above the rest
  */
 export function lossRange(lines) {
-  const there = lines.flat().filter((one) => one !== null).sort((a, b) => a - b);
+  const there = sorted(lines.flat());
   if (!there.length) return [0, 1];
   const [low, usual] = [there[0], there[Math.floor(0.95 * (there.length - 1))]];
   const high = Math.min(there[there.length - 1], usual + 2 * (usual - low));
