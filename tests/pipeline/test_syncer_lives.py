@@ -81,3 +81,21 @@ def test_a_resumed_run_says_from_where() -> None:
     assert page.see(1001.0, "a", origin_s=500.0) == ["0 the run was resumed: from checkpoint-7"]
     assert page.see(1002.0, "a", origin_s=500.0) == []
     assert Watched().see(1001.0, origin_s=1000.0) == []
+
+
+def test_what_a_checkpoint_brings_is_no_growth() -> None:
+    """Merges and tokens of a resumed run's earlier part are there from the start of their charts."""
+    model = PageModel("run")
+    for now_s, state, fragments in (
+        (1000.0, None, 0),
+        (1001.0, samples.run_state(), 1),
+        (1002.0, samples.run_state(), 2),
+    ):
+        heads = [samples.head(p, version=30, merged_tokens=900) for p in range(fragments)]
+        status = build_status("run", samples.spec(), state, [], heads, None, [], now_s, syncers={"0": "a"})
+        began_s = None if state is None else state.started_unix_s
+        shares = {0: 0.75, 1: 0.25} if state else {}
+        model.see(Poll(now_s=now_s, status=status, shares=shares, began_s=began_s))
+        model.patch()
+    merges = [one for one in model.snapshot()["coarse"]["series"]["merges"] if one is not None]
+    assert set(merges) == {60}

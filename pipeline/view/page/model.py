@@ -152,7 +152,10 @@ class PageModel:
             if self._shown.fragment(fragment["id"]):
                 self._windows.setdefault(fragment["id"], WindowLife()).draw(self._times, fragment, now_s)
         info = poll.info
-        for name, value in {**_sums(status), **_of_server(info)}.items():
+        # While fragments are restored from a checkpoint, its merges and tokens appear one by one: that is not growth.
+        begun = poll.began_s is not None and len(status["fragments"]) >= len(poll.shares)
+        sums = _sums(status) if begun else {}
+        for name, value in {**sums, **_of_server(info)}.items():
             for one in self._times:
                 one.put(name, now_s, value)
         self._status = status
