@@ -112,7 +112,7 @@ def _mark(kind: str, point: Point) -> list[float]:
     to poll, as reports arrive sooner or later.
     """
     if kind.startswith("loss/"):
-        return [round(point.unix_s), 0]
+        return [round(point.unix_s, 1), 0]
     return [point.step, point.unix_s if kind == "evaluations" else 0]
 
 
