@@ -95,9 +95,10 @@ class LearnerReport(Message):
     """Source of the optimizer's moments, with the values of `Learner.recovered`; "" if not yet reported."""
     curve_s: StepSeconds = 0.0
     """Length of the buckets of `curve`, in seconds."""
-    curve: Annotated[bytes, Field(max_length=4 * MAX_CURVE)] = b""
+    curve: Annotated[str, Field(max_length=6 * MAX_CURVE)] = ""
     """Mean loss in each bucket of time since the first step, as little-endian float32; NaN in one without a step. It is
-    in each report, so that the curve does not depend on who has read earlier ones."""
+    in each report, so that the curve does not depend on who has read earlier ones. In base64, since
+    `write_report.lua` cannot unpack msgpack's binary strings."""
     part_unix_s: UnixSeconds | None = None
     """`RunState.started_unix_s` of the part of the run to which tokens, overwritten and published belong; None if the
     learner has seen no state of the run yet."""

@@ -5,6 +5,7 @@ stay on the bus with their last reports. A peer may claim anything: what is not 
 is left out.
 """
 
+from base64 import b64decode
 from collections.abc import Collection, Sequence
 from typing import TypedDict
 
@@ -35,7 +36,10 @@ def loss_curves(reports: Sequence[SeenReport], now_s: float) -> dict[str, LossCu
     kept: list[tuple[SeenReport, npt.NDArray[np.float32]]] = []
     for seen in sorted(reports, key=lambda one: one.age_s)[:MAX_CURVES]:
         report = seen.report
-        losses = np.frombuffer(report.curve[: len(report.curve) // 4 * 4], "<f4")
+        try:
+            losses = np.frombuffer(b64decode(report.curve), "<f4")
+        except ValueError:
+            continue
         if len(losses) and report.curve_s:
             kept.append((seen, losses[: int(min(len(losses), report.wall_s / report.curve_s + 1))]))
     shown = _shown(np.concatenate([np.zeros(0), *(losses for _, losses in kept)]))

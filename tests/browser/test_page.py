@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -385,7 +386,7 @@ def made_up(
     """
     window = WindowView(state="collecting", attempt=0, members=("l0",), expected=2, reason=text, deadline_unix_s=None)
     heads = [samples.head(p, version=3, merged_tokens=50, window=window if p else samples.IDLE) for p in range(2)]
-    told = [{"curve_s": 4.0, "curve": np.array(one, "<f4").tobytes()} for one in losses]
+    told = [{"curve_s": 4.0, "curve": b64encode(np.array(one, "<f4").tobytes()).decode()} for one in losses]
     reports = [
         samples.seen(f"l{n}", host=text, device=text, **(told[n] if n < len(told) else {}))
         for n in range(max(2, len(losses)))

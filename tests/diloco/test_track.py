@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -108,7 +109,7 @@ def test_a_learners_losses_are_written_from_its_first_step_whoever_comes(tmp_pat
     kept = Kept()
 
     def look(now_s: float, tokens: int, *losses: float, phase: Phase = Phase.RUNNING, late_s: float = 0.0) -> Poll:
-        curve = np.array(losses, "<f4").tobytes()
+        curve = b64encode(np.array(losses, "<f4").tobytes()).decode()
         wall_s = now_s - 1000.0
         seen = samples.seen("l0", age_s=late_s, tokens=tokens, wall_s=wall_s - late_s, curve_s=10.0, curve=curve)
         found = poll([seen])
@@ -186,7 +187,7 @@ def test_what_cannot_be_is_refused_at_once(
 
 
 def anna(tokens: int, loss: float, number: int) -> LearnerReport:
-    curve = np.full(11, loss + 0.5, "<f4").tobytes()
+    curve = b64encode(np.full(11, loss + 0.5, "<f4").tobytes()).decode()
     return samples.report("anna", tokens=tokens, number=number, curve_s=1.0, curve=curve)
 
 

@@ -7,6 +7,7 @@ The exchange thread reports the newest loss that has arrived, and a curve of all
 """
 
 import math
+from base64 import b64encode
 from collections import deque
 from typing import Protocol
 
@@ -94,11 +95,11 @@ class Losses:
                 break
         return shown
 
-    def curve(self) -> tuple[float, bytes]:
+    def curve(self) -> tuple[float, str]:
         """Return `LearnerReport.curve_s` and `LearnerReport.curve`. Any thread may call it."""
         every_s, means = self._curve
         with np.errstate(over="ignore"):  # beyond float32 it is infinite
-            return every_s, np.array(means.copy(), "<f4").tobytes()
+            return every_s, b64encode(np.array(means.copy(), "<f4").tobytes()).decode()
 
 
 def _mean(losses: list[float]) -> float:
