@@ -45,12 +45,9 @@ def loss_curves(reports: Sequence[SeenReport], now_s: float) -> dict[str, LossCu
     shown = _shown(np.concatenate([np.zeros(0), *(losses for _, losses in kept)]))
     found: dict[str, LossCurve] = {}
     for seen, losses in kept:
-        report = seen.report
+        report, begin_s = seen.report, round(now_s - seen.age_s - seen.report.wall_s, 2)
         found[f"{report.learner}/{report.incarnation}"] = LossCurve(
-            learner=report.learner,
-            begin_s=round(now_s - seen.age_s - report.wall_s, 2),
-            every_s=report.curve_s,
-            losses=shown[: len(losses)],
+            learner=report.learner, begin_s=begin_s, every_s=report.curve_s, losses=shown[: len(losses)]
         )
         shown = shown[len(losses) :]
     return found

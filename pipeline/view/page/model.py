@@ -134,7 +134,9 @@ class PageModel:
                 window.opened = record.version, min(record.unix_s, now_s)
         if poll.began_s is not None:
             if poll.began_s != self._began_s and (poll.origin_s or poll.began_s) < poll.began_s:
-                self._mark(Mark(min(poll.began_s, now_s), "was resumed", "the run", _resumed(status)))
+                self._mark(
+                    Mark(min(poll.began_s, now_s), "was resumed", "the run", status["reason"].partition("resumed ")[2])
+                )
             self._began_s, self._origin_s = poll.began_s, min(poll.began_s, now_s)
         self._count(poll)
         for event in poll.events:
@@ -344,11 +346,6 @@ def _changed_curves(before: Mapping[str, LossCurve], now: Mapping[str, LossCurve
             last = len(old["losses"]) - 1
             found[name] = {"from": last, "losses": curve["losses"][last:]}
     return found
-
-
-def _resumed(status: Status) -> str:
-    reason = status["reason"]
-    return reason.removeprefix("resumed ") if reason.startswith("resumed from ") else ""
 
 
 def _learner(learner: LearnerStatus, does: LearnerBits, behind: int, lives: int, now_s: float) -> Model:
