@@ -86,21 +86,21 @@ SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
 MAX_TOKENS = 2**62
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 MAX_ELEMENTS = 2**110
-ELEMENTS_BYTES = 16
+HEX_ELEMENTS = re.compile("[0-9a-f]{32}")
 
 
 def _from_wire(value: object) -> object:
-    return int.from_bytes(value, "big") if isinstance(value, bytes) and len(value) == ELEMENTS_BYTES else value
+    return int(value, 16) if isinstance(value, str) and HEX_ELEMENTS.fullmatch(value) else value
 
 
-def _to_wire(value: int, info: SerializationInfo) -> int | bytes:
-    return value if info.mode == "json" or value <= MAX_TOKENS else value.to_bytes(ELEMENTS_BYTES, "big")
+def _to_wire(value: int, info: SerializationInfo) -> int | str:
+    return value if info.mode == "json" or value <= MAX_TOKENS else f"{value:032x}"
 
 
 # Tokens times the elements of a fragment, summed. Large models exceed msgpack's 64-bit integers, so values above
-# `MAX_TOKENS` are 16 bytes on the wire, big-endian.
+# `MAX_TOKENS` are 32 hexadecimal digits on the wire. Redis' scripts cannot unpack bytes.
 TokenElements = Annotated[
-    int, Field(ge=0, le=MAX_ELEMENTS), BeforeValidator(_from_wire), PlainSerializer(_to_wire, return_type=int | bytes)
+    int, Field(ge=0, le=MAX_ELEMENTS), BeforeValidator(_from_wire), PlainSerializer(_to_wire, return_type=int | str)
 ]
 # More than three thousand years, yet small enough that sums and differences of times stay finite and precise floats.
 MAX_SECONDS = 1e11

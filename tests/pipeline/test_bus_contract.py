@@ -138,7 +138,7 @@ async def test_a_report_replaces_that_of_the_same_incarnation_and_answers_with_t
 
 async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, backdoor: Backdoor) -> None:
     """As a call does that its sender gave up, and the server served all the same."""
-    await bus.write_report(samples.report(step=2, number=2, left=True, curve="AAAAQAAAgD8=" * 50))
+    await bus.write_report(samples.report(step=2, number=2, left=True, curve="AAAAQAAAgD8=" * 50, overwritten=2**109))
     await bus.write_report(samples.report(step=1, number=1))
     assert [s.report.left for s in await bus.read_reports()] == [True]
     await bus.write_report(samples.report(step=3, number=3))
