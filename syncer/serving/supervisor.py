@@ -65,7 +65,7 @@ class Serving:
         """Resolves to the run's state once the run is closing or finished, so that no merge begins any more."""
         self.finished = False
         """True once the run is finished."""
-        self._in_order, self._silent = True, False
+        self._in_order = True
         self._unwritten: list[str] = []  # by a shutdown in progress
         self._log = structlog.get_logger()
         self._show()
@@ -120,16 +120,15 @@ class Serving:
                 bound.append(asyncio.create_task(self._bound(stop, limit)))
                 await self._end(stop, background, owners)
         except TimeoutError:
-            why = "Redis has not answered for a lease time" if self._silent else "it took longer than shutdown_s"
-            not_written = ", ".join(self._unwritten)
-            self._log.error("shutdown_overrun", reason=why, not_written=not_written, safe="all committed versions")
+            told = {"after_s": self._settings.shutdown_s, "not_written": ", ".join(self._unwritten)}
+            self._log.error("shutdown_overrun", **told, safe="all committed versions")
             self._in_order = False
         finally:
             await cancel(*background, *owners, *bound)
             with suppress(BusError):
-                if not self._silent:  # otherwise the leases have expired
-                    await release_all(self._bus, self.context.nonce, len(self.owners))
-                    await self._bus.withdraw_syncer(self.context.nonce)
+                release = release_all(self._bus, self.context.nonce, len(self.owners))
+                await in_time(release, self._settings.lease_s)  # after that they have expired
+                await self._bus.withdraw_syncer(self.context.nonce)
         return self._in_order and (self._checkpoints is None or self._checkpoints.in_order)
 
     def _retrying(self, work: Any, retry_s: float = TIMES.retry_s) -> Any:
@@ -162,26 +161,13 @@ class Serving:
             task.result()  # a background task ends only by an error
 
     async def _bound(self, stop: asyncio.Event, limit: asyncio.Timeout) -> None:
-        """Bound the shutdown after `stop`: by `shutdown_s` from then and from each saved fragment, and by a lease time
-        in which Redis does not answer, since the leases are lost by then.
-        """
+        """Bound the shutdown after `stop` by `shutdown_s`, and restart that limit with each fragment that is saved."""
         await stop.wait()
         fragment_saved = self._checkpoints.fragment_saved if self._checkpoints else asyncio.Event()
-        fragment_saved.set()
-        loop, lease_s, silent_from = asyncio.get_running_loop(), self._settings.lease_s, math.inf
-        while self._clock.now() - silent_from < lease_s:
-            if fragment_saved.is_set():
-                fragment_saved.clear()
-                limit.reschedule(loop.time() + self._settings.shutdown_s)
-            asked = self._clock.now()
-            try:
-                await in_time(self._bus.read_state(), lease_s)
-                silent_from = math.inf
-            except BusError:
-                silent_from = min(silent_from, asked)
-            await asyncio.sleep(TIMES.watch_s)
-        self._silent = True
-        limit.reschedule(loop.time())
+        while True:
+            fragment_saved.clear()
+            limit.reschedule(asyncio.get_running_loop().time() + self._settings.shutdown_s)
+            await fragment_saved.wait()
 
     async def _end(
         self, stop: asyncio.Event, background: list[asyncio.Task[None]], owners: list[asyncio.Task[None]]

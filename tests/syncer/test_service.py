@@ -245,13 +245,11 @@ async def test_a_shutdown_that_overruns_its_budget_says_so_and_ends(tmp_path: Pa
     await learner.kill()
 
 
-@pytest.mark.parametrize("away_s", [2.0, 3600.0])
+@pytest.mark.parametrize("away_s", [12.0, 3600.0])
 @in_virtual_time
-async def test_a_shutdown_does_not_wait_for_a_bus_that_is_silent_for_a_lease_time(
-    tmp_path: Path, away_s: float
-) -> None:
-    """After a lease time its leases are lost. The log says what was not written; a shorter silence ends in order."""
-    world = VirtualRun(shutdown_s=60.0, checkpoint_dir=tmp_path, tape_dir=tmp_path / "tape")
+async def test_a_shutdown_waits_for_a_failover_and_says_what_it_could_not_write(tmp_path: Path, away_s: float) -> None:
+    """A silence of the bus that is shorter than `shutdown_s` loses nothing."""
+    world = VirtualRun(shutdown_s=20.0, checkpoint_dir=tmp_path, tape_dir=tmp_path / "tape")
     service = world.start_syncer()
     learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
     await world.until_version(2)
@@ -264,10 +262,10 @@ async def test_a_shutdown_does_not_wait_for_a_bus_that_is_silent_for_a_lease_tim
     service.bus._turn = paused  # type: ignore[attr-defined]
     world.stop.set()
     with capture_logs() as logs:
-        async with asyncio.timeout(9.0):
+        async with asyncio.timeout(40.0):
             await world.syncer
     told = [line["not_written"] for line in logs if line["event"] == "shutdown_overrun"]
-    assert told == ([] if away_s == 2.0 else ["the last checkpoint, the end of the tape's archive"])
+    assert told == ([] if away_s == 12.0 else ["the last checkpoint, the end of the tape's archive"])
     assert service.in_order == (not told)
     await learner.kill()
 
