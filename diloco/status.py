@@ -68,8 +68,9 @@ class _RunInfo:
         """Return one line of JSON, with the page's address if it is known."""
         if self.closing:
             return dumps({"run": self.place.run, "phase": Phase.CLOSING, "report": str(self._report_file())})
-        page = self.place.page or self.syncers_page
-        return dumps(self.report or {**(self.status or {}), **({"page": page} if page else {})})
+        page, _, host = (self.place.page or self.syncers_page or "").partition(" on ")
+        more = ({"page": page} if page else {}) | ({"page_host": host} if host else {})
+        return dumps(self.report or {**(self.status or {}), **more})
 
     def as_text(self) -> Iterator[RenderableType]:
         """Yield the parts of the human-readable status."""

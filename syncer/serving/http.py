@@ -244,10 +244,15 @@ async def start_http(
             if error.errno == errno.EADDRINUSE and tried < last:
                 continue
             await runner.cleanup()
-            why = f"{os.strerror(error.errno) if error.errno else error}; use port 0 for any free port"
+            why = error.strerror or str(error)
+            if error.errno == errno.EADDRINUSE:  # the event loop's own sentence is long
+                why = f"{os.strerror(error.errno)}; use port 0 for any free port"
             raise UsageError(f"cannot listen on http_host={host} http_port={port}: {why}") from error
     log.info("http_listening", address=runner.addresses[0])
-    name = "127.0.0.1" if host in ANYWHERE else f"[{host}]" if ":" in host else host
+    if tried != port:
+        log.warning("http_port_taken", port=port, instead=tried, detail="probes and scrapes of it reach another server")
+    shown = {"::": "::1"}.get(host, "127.0.0.1") if host in ANYWHERE else host
+    name = f"[{shown}]" if ":" in shown else shown
     page = f"http://{name}:{runner.addresses[0][1]}/"
     taken = f" (port {port} is in use)" if tried != port else ""
     tell(f"page {page}{taken}{' (it requires DILOCO_HTTP_TOKEN)' if token else ''}")
@@ -258,7 +263,9 @@ async def start_http(
 
 
 def announced_page(page: str, host: str) -> str:
-    """Return a page's address for readers elsewhere; `host`: where it listens. " on NAME": only this machine has it."""
-    if host in ANYWHERE:
-        return page.replace("127.0.0.1", socket.gethostname())
-    return f"{page} on {socket.gethostname()}" if _is_loopback(host) else page
+    """Return a page's address for readers elsewhere; `host`: where it listens.
+
+    " on NAME" follows a loopback address. So it does if the server listens on all addresses: which of them, and which
+    name, others can reach is not known here.
+    """
+    return f"{page} on {socket.gethostname()}" if host in ANYWHERE or _is_loopback(host) else page

@@ -182,5 +182,13 @@ def test_an_address_that_holds_on_one_machine_names_it_for_readers_elsewhere(mon
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
     assert announced_page("http://127.0.0.1:8080/", "127.0.0.1") == "http://127.0.0.1:8080/ on gpu-7"
     assert announced_page("http://[::1]:8080/", "::1") == "http://[::1]:8080/ on gpu-7"
-    assert announced_page("http://127.0.0.1:8080/", "0.0.0.0") == "http://gpu-7:8080/"  # noqa: S104
+    assert announced_page("http://127.0.0.1:8080/", "0.0.0.0") == "http://127.0.0.1:8080/ on gpu-7"  # noqa: S104
     assert announced_page("http://10.0.0.5:8080/", "10.0.0.5") == "http://10.0.0.5:8080/"
+
+
+async def test_a_host_that_does_not_exist_is_refused_in_the_resolvers_words():
+    settings = HttpSettings(http_host="no.such.host.invalid", http_port=0)
+    with pytest.raises(UsageError, match="cannot listen on http_host=no") as refused:
+        await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, settings, lambda text: None)
+    assert "Unknown error" not in str(refused.value)
+    assert "any free port" not in str(refused.value)
