@@ -27,7 +27,7 @@ import structlog
 
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process.interrupts import on_interrupt
+from diloco.pipeline.process.interrupts import without_traceback
 from diloco.pipeline.process.party_names import own_name
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.workers.batches import Batches
@@ -245,7 +245,7 @@ class BaseLearner:
         except BaseException as error:
             self._stopping.restore()
             if isinstance(error, KeyboardInterrupt):
-                on_interrupt(lambda: None)
+                without_traceback(error)
             raise
         if joined.late:
             detail = (
@@ -312,7 +312,7 @@ class BaseLearner:
             self._leave(save_state=True)
         else:
             if isinstance(error, KeyboardInterrupt):
-                on_interrupt(lambda: None)  # the learner has left: a traceback would look like a failure
+                without_traceback(error)
             try:
                 self._leave(save_state=isinstance(error, KeyboardInterrupt), error=error)
             except Exception as failure:  # only logged: the program must see the error that has ended its loop

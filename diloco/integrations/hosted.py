@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +19,7 @@ import structlog
 
 from diloco.extras import naming_extra
 from diloco.pipeline.errors import DilocoError, UsageError
-from diloco.pipeline.process.interrupts import on_interrupt
+from diloco.pipeline.process.interrupts import off_interrupt, on_interrupt
 
 with naming_extra("diloco.integrations", "learner"):
     from diloco.workers.background import OwnThread
@@ -123,16 +122,19 @@ class Hosted:
         Raises:
             DilocoError: raised by `Learner`, `open` or `attach`.
         """
-        self.give_up()
+        off_interrupt(self.give_up)
+        if self.learner is not None:
+            with suppress(DilocoError, SystemExit):
+                self.learner.close(save_state=False)
         wait_for_leaving()
         self.learner = Learner(model, list(optimizers), **self._arguments)
         given = tokens if self._step_tokens is None else self._step_tokens
         try:
             self.learner.open().attach(given, list(optimizers), self._take_loss)
-            on_interrupt(partial(self.give_up, save_state=True))
+            on_interrupt(self.give_up)
             yield self.learner
-        except BaseException:  # KeyboardInterrupt too: else the learner stays in the run without training
-            self.give_up()
+        except BaseException as error:  # KeyboardInterrupt too: else the learner stays in the run without training
+            self.give_up(error)
             raise
 
     def report_loss(self, loss: Any) -> None:
@@ -165,6 +167,7 @@ class Hosted:
             DilocoError: raised by `close`.
         """
         learner, self.learner = self.present, None
+        off_interrupt(self.give_up)
         over = self._leave(learner, longer)
         self.exit_status = learner.exit_status
         return over
@@ -185,6 +188,7 @@ class Hosted:
             self.learner = None  # last: from now on another thread may begin, and it waits for LEAVING
         else:
             self.leave(longer)
+            on_interrupt(self.give_up)  # it may be Ctrl-C that has closed the iterator: then it leaves no traceback
 
     @classmethod
     def _leave_or_end(cls, learner: Learner, longer: str) -> None:
@@ -205,12 +209,13 @@ class Hosted:
         structlog.get_logger().warning("trainer_ended_first", learner=learner.id, detail=detail)
         return False
 
-    def give_up(self, save_state: bool = False) -> None:
-        """Leave the run after an error: publish what is trained, and suppress errors so that the first one is shown."""
-        if self.learner is not None:
+    def give_up(self, error: BaseException) -> None:
+        """Leave the run after an error, as at the end of a learner's `with` block; only this error is shown."""
+        learner, self.learner = self.learner, None
+        if learner is not None:
+            off_interrupt(self.give_up)
             with suppress(DilocoError, SystemExit):
-                self.learner.close(save_state)
-            self.learner = None
+                learner.__exit__(type(error), error, error.__traceback__)
 
 
 class Host:

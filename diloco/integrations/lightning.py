@@ -88,4 +88,4 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the run; save the learner's state only if the process was asked to end, by a signal or Ctrl-C."""
-        self._hosted.give_up(save_state=isinstance(exception, (SystemExit, KeyboardInterrupt)))
+        self._hosted.give_up(exception)

@@ -77,7 +77,7 @@ def train(trainer: Trainer, *, schedule: Mapping[str, Any] | None = None, **lear
     try:
         trainer.train()
     except BaseException as error:
-        hosted.give_up(save_state=isinstance(error, SystemExit | KeyboardInterrupt))
+        hosted.give_up(error)
         raise
     finally:
         del trainer.should_continue_training, trainer.metrics_processor.log

@@ -11,6 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 
+Leave = Callable[[BaseException], object]
+# Called when Ctrl-C ends the program.
+_leaving: list[Leave] = []
+# The hook for uncaught errors that was there before this module's, once that is installed.
+_before: list[Callable[..., object]] = []
+_LEFT = "the learner has left its run"
 # The exit status that shells report for a process ended by Ctrl-C (128 + SIGINT).
 INTERRUPTED_STATUS = 130
 
@@ -31,17 +37,40 @@ def restore_keyboard_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def on_interrupt(leave: Callable[[], object]) -> None:
-    """Call `leave` instead of printing a traceback if Ctrl-C ends this program; a program that catches it sees it."""
-    before = sys.excepthook
+def without_traceback(error: KeyboardInterrupt) -> None:
+    """Print no traceback if this Ctrl-C ends the program: the learner has left its run, and nothing has failed.
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            leave()
-        else:
-            before(kind, error, trace)
+    A program that catches it sees it as it is.
+    """
+    error.add_note(_LEFT)
+    _install()
 
-    sys.excepthook = show
+
+def on_interrupt(leave: Leave) -> None:
+    """Call `leave` if Ctrl-C ends the program, in the place of a traceback, until `off_interrupt`."""
+    _leaving.append(leave)
+    _install()
+
+
+def off_interrupt(leave: Leave) -> None:
+    """Undo `on_interrupt`, if that was called."""
+    if leave in _leaving:
+        _leaving.remove(leave)
+
+
+def _install() -> None:
+    if _before:
+        return
+    _before.append(sys.excepthook)
+    sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    leaving = [*_leaving] if isinstance(error, KeyboardInterrupt) else []
+    for leave in leaving:
+        leave(error)
+    if not leaving and _LEFT not in getattr(error, "__notes__", ()):
+        _before[0](kind, error, trace)
 
 
 def end_with(status: int) -> None:

@@ -279,10 +279,23 @@ if how == "own loop":
 elif how == "loader":
     train(RunLoader([torch.ones(2, 4)], model, optimizer, **given))
 else:
-    with Hosted(2, given).begin(model, [optimizer], lambda: 2):
+    hosted = Hosted(2, given)
+    with hosted.begin(model, [optimizer], lambda: 2):
         pass
+    if how == "training over":
+        hosted.leave("")
     train(itertools.repeat(torch.ones(2, 4)))
 """
+
+
+@pytest.mark.redis
+def test_ctrl_c_after_a_training_has_its_traceback(redis_server: str) -> None:
+    """What the program does then is its own."""
+    run = f"interrupted-{secrets.token_hex(4)}"
+    with a_syncer(redis_server, run, tokens=10**6):
+        done = python("-c", INTERRUPTED, redis_server, run, "training over")
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert "Traceback" in done.stderr
 
 
 @pytest.mark.redis

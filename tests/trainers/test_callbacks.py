@@ -169,7 +169,7 @@ def test_what_a_step_trains_may_be_said(redis_server: str, tmp_path: Path) -> No
         with pytest.raises(UsageError, match=r"main_input_name.*step_tokens="):
             hf_trainer(tmp_path, 3, [callback], model, save_strategy="no").train()
         assert threads(), "the Trainer tells nobody of an error"
-        callback._hosted.give_up()
+        callback._hosted.give_up(UsageError())
     assert not threads()
 
 
