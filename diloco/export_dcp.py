@@ -43,7 +43,7 @@ def _export(found: Globals, out: Path, overwrite: bool) -> None:
             if foreign := sorted(set(names) - {file.name for file in temporary.iterdir()}):
                 raise UsageError(f"{out} holds other files ({', '.join(foreign[:5])}): choose another folder")
             out.mkdir(exist_ok=True)
-            for file in temporary.iterdir():
+            for file in sorted(temporary.iterdir(), reverse=True):  # `.metadata` last: it makes a checkpoint of them
                 file.replace(out / file.name)
             temporary.rmdir()
     except OSError as error:

@@ -227,7 +227,11 @@ def check_replay(settings: ViewSettings, recording: Path, folder: Path | None, j
 
 def _tape(settings: ViewSettings, recording: Path, folder: Path | None) -> list[TapeRecord]:
     """Return the archived tape of `folder` or of the folder around the recording, else the tape that `locate` finds."""
-    if folder is None and settings.redis_url is None and any((recording.absolute().parent / "tape").glob("*.msgpack")):
+    if (
+        folder is None
+        and "run" not in settings.model_fields_set
+        and any((recording.absolute().parent / "tape").glob("*.msgpack"))
+    ):
         folder = recording.absolute().parent
     if folder is not None and (archive := archive_of(folder)) is not None:
         return read_archive(archive)

@@ -145,8 +145,8 @@ class Hosted:
         loss, self._loss = self._loss, None
         return loss
 
-    def end(self, longer: str) -> bool:
-        """Leave the run (`leave`), put the run's values into the model, and return whether the run is over.
+    def end(self, longer: str) -> None:
+        """Leave the run (`leave`), and put the run's values into the model.
 
         Raises:
             DilocoError: raised by `close` or `load_globals`.
@@ -156,7 +156,6 @@ class Hosted:
         learner.load_globals()
         detail = "the model now has the run's values, so the trainer saves these"
         structlog.get_logger().info("globals_loaded", learner=learner.id, finished=over, detail=detail)
-        return over
 
     def leave(self, longer: str) -> bool:
         """Leave the run and return whether it is over; log a warning if it is not.

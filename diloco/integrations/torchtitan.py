@@ -5,10 +5,10 @@
     trainer = config.build()
     train(trainer, run="my-run", tokens="1B")  # instead of trainer.train()
 
-During training the model has this learner's own values. When `train` returns it has the run's, as has the last
-checkpoint. Checkpoints that torchtitan saves meanwhile hold the learner's own values. If training is resumed from one,
-the parameters come from the run all the same, and the moments from a state folder, or from the checkpoint if there is
-none.
+During training the model has this learner's own values. When `train` returns it has the run's, as has the checkpoint
+of the last step, unless a signal has ended the training. Checkpoints that torchtitan saves meanwhile hold the learner's
+own values. If training is resumed from one, the parameters come from the run all the same, and the moments from a state
+folder, or from the checkpoint if there is none.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def train(trainer: Trainer, *, schedule: Mapping[str, Any] | None = None, **lear
                 "(data_parallel_shard_degree) or replicas (data_parallel_replicate_degree)"
             )
     hosted, steps, log = Hosted(None, learner), trainer.should_continue_training, trainer.metrics_processor.log
-    seen = 0
+    seen = first = 0
 
     def tokens() -> int:
         nonlocal seen
@@ -57,8 +57,8 @@ def train(trainer: Trainer, *, schedule: Mapping[str, Any] | None = None, **lear
         return seen - before
 
     def begin() -> None:
-        nonlocal seen
-        seen = trainer.ntokens_seen
+        nonlocal seen, first
+        seen, first = trainer.ntokens_seen, trainer.step
         with hosted.begin(trainer.model_parts[0], list(trainer.optimizers), tokens) as joined:
             if schedule is not None:
                 for scheduler, optimizer in zip(trainer.lr_schedulers, trainer.optimizers, strict=True):
@@ -80,7 +80,8 @@ def train(trainer: Trainer, *, schedule: Mapping[str, Any] | None = None, **lear
         hosted.give_up(error)
         raise
     finally:
-        del trainer.should_continue_training, trainer.metrics_processor.log
-    if hosted.end(f"raise training.steps={trainer.config.training.steps}"):
+        trainer.should_continue_training, trainer.metrics_processor.log = steps, log
+    hosted.end(f"raise training.steps={trainer.config.training.steps}")
+    if trainer.step > first and not hosted.exit_status:
         trainer.checkpointer.save(trainer.step, last_step=True)
     return hosted.exit_status

@@ -157,6 +157,7 @@ class EmbeddedRedis:
         self._lock = -1
         self._server: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_from = 0  # where the log of the newest start begins
 
     @property
     def socket_path(self) -> Path:
@@ -233,6 +234,7 @@ class EmbeddedRedis:
         bound = [sys.executable, "-P", signals.__file__, str(os.getpid())] if self._dies_with_us else []
         try:
             with self._log.open("ab") as out:
+                self._log_from = out.tell()
                 self._process = subprocess.Popen(
                     [*bound, str(binary), str(config)],
                     stdin=subprocess.DEVNULL,
@@ -254,7 +256,7 @@ class EmbeddedRedis:
 
     def _refused(self) -> UsageError | None:
         """Return why the server has ended, if it is the port or a line of the users' file; None: something else."""
-        log = self._log.read_text(errors="replace")
+        log = self._log.read_bytes()[self._log_from :].decode(errors="replace")
         if taken := re.search(r" listening socket (\S+): \w+: (.+)", log):
             return UsageError(f"Redis cannot listen on {taken[1]}: {taken[2]}", "set another --redis-port")
         told = re.search(r" ACL errors: (?:WARNING: )?(.+)", log)

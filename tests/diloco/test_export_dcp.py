@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
 from tests.diloco.test_export_hf import TRAINED, checkpoint, export
+from tests.parties import python
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -44,3 +46,14 @@ def test_other_peoples_files_are_left_alone(tmp_path: Path, capsys: pytest.Captu
         status, said = export(capsys, saved, *arguments)
         assert (status, needed in said) == (2, True), said
     assert [file.read_text() for file in out.iterdir()] == ["theirs"]
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path: Path) -> None:
+    """torch's own error for it is not even an Exception."""
+    saved = checkpoint(tmp_path / "run", {"large": np.ones(2**20, np.float32)})
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)); from diloco.cli import "
+    program = f"{limited}main; sys.exit(main(sys.argv[1:]))"
+    done = python("-c", program, "export", saved, tmp_path / "out", "--dcp")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert "cannot write" in done.stderr
+    assert not (tmp_path / "out").exists()
