@@ -295,7 +295,7 @@ def paper_rates() -> Iterator[list[float]]:
             [f"paper-rates/the paper's{kind}, outer_lr={rate}, outer_momentum={m}" for m in (0.9, 0.7, 0.5)]
             for kind in ("", ", the mean everywhere")
         )
-        yield first(*rda, *(mean_[:1] if rate == 0.2 else mean_))
+        yield first(*rda, *mean_)
 
 
 def merge_rules() -> Iterator[list[float]]:
