@@ -96,7 +96,7 @@ class LearnerReport(Message):
     curve_s: StepSeconds = 0.0
     """Length of the buckets of `curve`, in seconds."""
     curve: Annotated[str, Field(max_length=6 * MAX_CURVE)] = ""
-    """Mean loss in each bucket of time since the first step, as little-endian float32; NaN in one without a step. It is
+    """Mean loss in each bucket of time since the first step, as little-endian float32; NaN where there is none. It is
     in each report, so that the curve does not depend on who has read earlier ones. In base64, since
     `write_report.lua` cannot unpack msgpack's binary strings."""
     part_unix_s: UnixSeconds | None = None

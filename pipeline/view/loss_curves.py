@@ -1,12 +1,13 @@
 """The training losses of learners over time, from their reports (`LearnerReport.curve`). Pure.
 
 A report carries its incarnation's whole curve, so nobody has to have read the earlier ones. Those of dead incarnations
-stay on the bus with their last reports. A peer may claim anything: what is not a plausible loss or lies in the future
-is left out.
+stay on the bus with their last reports. A peer may claim anything: what is not a plausible loss, or lies in the future
+or before the run, is left out.
 """
 
 from base64 import b64decode
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import TypedDict
 
 import numpy as np
@@ -17,6 +18,8 @@ from diloco.pipeline.messages.wire import MAX_LOSS
 
 # The most incarnations whose curves are kept: the ones heard from last.
 MAX_CURVES = 512
+# Clocks of different machines may differ by this.
+CLOCKS_S = 5.0
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -28,28 +31,30 @@ class LossCurve(TypedDict):
     """Unix time of the first bucket; in a report, seconds since the run began."""
     every_s: float
     losses: list[float | None]
-    """Mean of each bucket; None where no step ended, or the loss was not finite."""
+    """Mean of each bucket; None where no step ended, the loss is not plausible, or the run had not begun."""
 
 
-def loss_curves(reports: Sequence[SeenReport], now_s: float) -> dict[str, LossCurve]:
-    """Return the curves by 'learner/incarnation'."""
-    kept: list[tuple[SeenReport, npt.NDArray[np.float32]]] = []
+def loss_curves(reports: Sequence[SeenReport], now_s: float, began_s: float) -> dict[str, LossCurve]:
+    """Return the curves by 'learner/incarnation'; `began_s`: Unix time when the run began."""
+    first_s = began_s - CLOCKS_S
+    found: dict[str, LossCurve] = {}
+    kept: list[npt.NDArray[np.float32]] = []
     for seen in sorted(reports, key=lambda one: one.age_s)[:MAX_CURVES]:
-        report = seen.report
+        report, begin_s = seen.report, now_s - seen.age_s - seen.report.wall_s
         try:
             losses = np.frombuffer(b64decode(report.curve), "<f4")
         except ValueError:
             continue
-        if len(losses) and report.curve_s:
-            kept.append((seen, losses[: int(min(len(losses), report.wall_s / report.curve_s + 1))]))
-    shown = _shown(np.concatenate([np.zeros(0), *(losses for _, losses in kept)]))
-    found: dict[str, LossCurve] = {}
-    for seen, losses in kept:
-        report, begin_s = seen.report, round(now_s - seen.age_s - seen.report.wall_s, 2)
-        found[f"{report.learner}/{report.incarnation}"] = LossCurve(
-            learner=report.learner, begin_s=begin_s, every_s=report.curve_s, losses=shown[: len(losses)]
-        )
-        shown = shown[len(losses) :]
+        if len(losses) and 0 < report.curve_s <= now_s - first_s:
+            losses = losses[: int(min(len(losses), report.wall_s / report.curve_s + 1))]
+            early = begin_s + np.arange(len(losses)) * report.curve_s < first_s
+            kept.append(np.where(early, np.float32(np.nan), losses))
+            found[f"{report.learner}/{report.incarnation}"] = LossCurve(
+                learner=report.learner, begin_s=round(begin_s, 2), every_s=report.curve_s, losses=[]
+            )
+    shown = iter(_shown(np.concatenate([np.zeros(0), *kept])))
+    for curve, losses in zip(found.values(), kept, strict=True):
+        curve["losses"] = list(islice(shown, len(losses)))
     return found
 
 
@@ -75,15 +80,17 @@ def smoothed(losses: Sequence[float | None]) -> list[float | None]:
 
 
 def mean_over_time(curves: Collection[LossCurve], points: int) -> list[float | None]:
-    """Return the mean loss of all curves in each of so many equal parts of their time."""
-    begin_s = min((one["begin_s"] for one in curves), default=0.0)
-    end_s = max((one["begin_s"] + one["every_s"] * len(one["losses"]) for one in curves), default=0.0)
+    """Return the mean loss of all curves in each of so many equal parts of their time; a bucket counts at its begin."""
+    there = [
+        (one["begin_s"] + one["every_s"] * n, loss)
+        for one in curves
+        for n, loss in enumerate(one["losses"])
+        if loss is not None
+    ]
+    begin_s, end_s = (pick((at_s for at_s, _ in there), default=0.0) for pick in (min, max))
     parts: list[list[float]] = [[] for _ in range(points)]
-    for one in curves:
-        for n, loss in enumerate(one["losses"]):
-            at = (one["begin_s"] + one["every_s"] * (n + 0.5) - begin_s) / max(end_s - begin_s, 1e-9)
-            if loss is not None:
-                parts[min(points - 1, int(at * points))].append(loss)
+    for at_s, loss in there:
+        parts[min(points - 1, int((at_s - begin_s) / max(end_s - begin_s, 1e-9) * points))].append(loss)
     return [sum(part) / len(part) if part else None for part in parts]
 
 

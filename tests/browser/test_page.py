@@ -397,7 +397,7 @@ def made_up(
     )
     model = PageModel("run")
     for n, info in enumerate(infos):
-        curves, told_now = loss_curves(reports, 2000.0), () if n else events
+        curves, told_now = loss_curves(reports, 2000.0, 1980.0), () if n else events
         now_s = 2000.0 + 20 * n
         model.see(Poll(now_s=now_s, status=status, began_s=1990.0, events=told_now, info=info, curves=curves))
     model.patch()

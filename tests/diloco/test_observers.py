@@ -77,7 +77,7 @@ def show(reports: list[LearnerReport], evaluation: Evaluation) -> None:
         status = build_status("run", *given)
         poll = Poll(
             **{"now_s": now_s, "status": status, "evaluations": [evaluation], "info": BusInfo("id", "7", 0, 0)},
-            **{"shares": {0: 0.5, 1: 0.5}, "curves": loss_curves(seen, now_s)},
+            **{"shares": {0: 0.5, 1: 0.5}, "curves": loss_curves(seen, now_s, 0.0)},
         )
         reading.see(poll)
         model.see(poll)
@@ -117,7 +117,7 @@ def outcome(reports: list[LearnerReport], evaluation: Evaluation) -> Outcome:
         started_unix_s=NOW_S,
         ledger_inputs=LedgerInputs(reports=reports),
         evaluations=[evaluation],
-        curves=loss_curves([samples.seen().model_copy(update={"report": one}) for one in reports], NOW_S).values(),
+        curves=loss_curves([samples.seen().model_copy(update={"report": one}) for one in reports], NOW_S, 0.0).values(),
     )
 
 

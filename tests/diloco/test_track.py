@@ -114,7 +114,8 @@ def test_a_learners_losses_are_written_from_its_first_step_whoever_comes(tmp_pat
         seen = samples.seen("l0", age_s=late_s, tokens=tokens, wall_s=wall_s - late_s, curve_s=10.0, curve=curve)
         found = poll([seen])
         status = found.status | {"phase": phase.value}
-        return replace(found, now_s=now_s, status=status, began_s=1000.0, curves=loss_curves([seen], now_s + 0.004))
+        curves = loss_curves([seen], now_s + 0.004, 1000.0)
+        return replace(found, now_s=now_s, status=status, began_s=1000.0, curves=curves)
 
     with writer(tmp_path, kept) as first:
         first.see(look(1025.0, 500, 5.0, 4.0, 3.9))

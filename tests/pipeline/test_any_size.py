@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from base64 import b64encode
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,7 +15,7 @@ from diloco.pipeline.bus.redis.calls import script
 from diloco.pipeline.bus.redis_streams import RedisBus
 from diloco.pipeline.bus.schema import NO_SHARD, offer_id, parse_offer_id
 from diloco.pipeline.errors import BadPayload
-from diloco.pipeline.messages.run import Event, LearnerReport
+from diloco.pipeline.messages.run import MAX_CURVE, Event, LearnerReport
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS
 from diloco.pipeline.payload.codec import encode
@@ -201,12 +202,26 @@ async def test_reports_of_any_size_hide_no_others_and_go(
     await viewer.close()
 
 
+@pytest.mark.parametrize("fragments", [1, 8, MAX_FRAGMENTS])
+def test_as_many_reports_as_are_allowed_fit_though_all_are_long(fragments: int) -> None:
+    """With a whole curve, and with names and numbers that are longer than in any run."""
+    made = samples.report(
+        **{"learner": "l" * 64, "incarnation": "0" * 32, "versions": (2**48,) * fragments},
+        **dict.fromkeys(("step", "tokens", "number", "outages", "generation"), 2**62),
+        **{"overwritten": 2**100, "published": 2**100, "host": "h" * 64, "device": "d" * 64, "moments": "m" * 16},
+        **{"curve_s": 64.0, "curve": b64encode(bytes(4 * MAX_CURVE)).decode(), "part_unix_s": 1e9},
+    )
+    blob = encode(made)
+    reports = {f"{n:>64}/{n:032}".encode(): blob for n in range(stored_reports.MAX_REPORTS)}
+    assert not stored_reports.have_surplus(reports, dict.fromkeys(reports, b"1" * 13), fragments)
+
+
 async def test_the_most_that_one_learner_can_report_leaves_room_for_others(
     server: Server, syncer: RedisBus, learner: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of its reports is too large, nor are they too many: all together they are."""
     monkeypatch.setattr(stored_reports, "MAX_REPORTS", 200)
-    monkeypatch.setattr(stored_reports, "REPORTS_LEFT", 100)
+    monkeypatch.setattr(stored_reports, "REPORTS_LEFT", 80)
     keys, hostile = server.keys, server.raw("learner-l0")
     await learner.write_report(samples.report("l1", tokens=0))
     for number in range(100):

@@ -36,16 +36,19 @@ class Watched:
         return [f"{mark['at_s'] - 1000:g} {mark['who']} {mark['what']}: {mark['detail']}" for mark in marks]
 
 
-def test_a_syncer_that_dies_is_told_with_when_it_was_there_last() -> None:
-    """A moment's absence is not told, since syncers announce themselves again after a restart of Redis."""
+def test_a_syncer_that_goes_is_told_with_when_it_was_there_last() -> None:
+    """Absence does not tell whether it was stopped in order.
+
+    A moment's absence is not told, since syncers announce themselves again after a restart of Redis.
+    """
     page = Watched()
     assert page.see(1001.0, "a", "b") == []
     assert page.see(1002.0, "a") == []
     assert page.see(1004.0, "a", "b") == []
     assert page.see(1008.0, "a") == []
-    assert page.see(1010.0, "a") == ["4 syncer b is gone: "]
+    assert page.see(1010.0, "a") == ["4 syncer b left or died: "]
     assert page.see(1011.0) == []
-    assert page.see(1016.0) == ["10 syncer a is gone: no syncer is left, so nothing is merged"]
+    assert page.see(1016.0) == ["10 syncer a left or died: no syncer is left, so nothing is merged"]
     assert page.see(1017.0) == []
     assert page.see(1018.0, "c") == ["18 syncer c joined: "]
 
@@ -58,6 +61,41 @@ def test_a_death_that_an_event_has_told_is_not_told_twice() -> None:
     assert page.see(1003.0, "a", events=[died]) == ["2 b died: killed"]
     assert page.see(1009.0, "a") == []
     assert page.see(1010.0, "a", "b") == ["10 syncer b joined: "]
+
+
+def test_a_dead_syncer_that_is_still_announced_has_not_joined() -> None:
+    """Its announcement lasts for a lease time after the launcher has told of its death."""
+    page = Watched()
+    page.see(1001.0, "a", "b")
+    died = Event(name="syncer_died", who="b", detail="killed", unix_s=1002.0)
+    assert page.see(1002.0, "a", "b", events=[died]) == ["2 b died: killed"]
+    for now_s in (1003.0, 1006.0):
+        assert page.see(now_s, "a", "b") == []
+    for now_s in (1007.0, 1012.0):
+        assert page.see(now_s, "a") == []
+    assert page.see(1013.0, "a", "b") == ["13 syncer b joined: "]
+    assert page.see(1014.0, "a") == []
+    assert page.see(1019.0, "a") == ["13 syncer b left or died: "], "in its second life, of which no event has told"
+
+
+def test_a_restarted_syncer_has_joined_however_short_its_absence() -> None:
+    page = Watched()
+    page.see(1001.0, "a", "b")
+    page.see(1002.0, "a", "b", events=[Event(name="syncer_died", who="b", detail="killed", unix_s=1002.0)])
+    assert page.see(1003.0, "a") == []
+    assert page.see(1004.0, "a", "b") == ["4 syncer b joined: "]
+    assert page.see(1005.0, "a", "b") == []
+
+
+def test_a_page_that_comes_late_takes_old_deaths_for_no_news() -> None:
+    """They are listed as such; a syncer that was there all along neither joins nor goes unnoticed."""
+    page = Watched()
+    died = [Event(name="syncer_died", who=name, detail="killed", unix_s=1002.0) for name in ("b", "c")]
+    assert page.see(1100.0, "a", "b", events=died) == ["2 b died: killed", "2 c died: killed"]
+    assert page.see(1101.0, "a", "b") == []
+    assert page.see(1102.0, "a") == []
+    assert page.see(1107.0, "a") == ["101 syncer b left or died: "]
+    assert page.see(1108.0, "a", "c") == ["108 syncer c joined: "]
 
 
 def test_syncers_that_leave_a_finished_run_are_not_told() -> None:

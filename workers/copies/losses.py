@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from diloco.pipeline.messages.run import MAX_CURVE
+from diloco.pipeline.messages.wire import MAX_LOSS
 from diloco.workers.copies.snapshots import Snapshot, snapshot_of
 from diloco.workers.parameters import local_of
 
@@ -55,10 +56,10 @@ class Losses:
         # Losses that are newer than the shown one. Only the training thread changes the deque. There are few, since no
         # loop gets far ahead of its device.
         self._under_way: deque[Loss] = deque()
-        # Length of a bucket in seconds, and the mean loss in each; NaN where no step ended. The pair is replaced as a
-        # whole, since the exchange thread reads it.
+        # Length of a bucket in seconds, and the mean loss in each; NaN without a step whose loss is finite and at most
+        # `MAX_LOSS`. The pair is replaced as a whole, since the exchange thread reads it.
         self._curve: tuple[float, list[float]] = BUCKET_S, []
-        self._count = 0  # losses in the last bucket
+        self._count = 0  # losses in the last bucket's mean
 
     def add(self, loss: Loss, at_s: float) -> None:
         """Add the loss of the step just made, `at_s` seconds after training began. For the training thread."""
@@ -78,13 +79,10 @@ class Losses:
             means = [_mean(means[at : at + 2]) for at in range(0, len(means), 2)]
             every_s *= 2
             self._curve, self._count = (every_s, means), 1
-        if bucket >= len(means):
-            means.extend([math.nan] * (bucket - len(means)))
-            means.append(loss)
-            self._count = 1
-        else:
-            self._count += 1
-            means[-1] += (loss - means[-1]) / self._count
+        means.extend([math.nan] * (bucket + 1 - len(means)))
+        if abs(loss) <= MAX_LOSS:  # False for NaN
+            self._count = 1 if math.isnan(means[-1]) else self._count + 1
+            means[-1] = loss if self._count == 1 else means[-1] + (loss - means[-1]) / self._count
 
     def shown(self) -> float | None:
         """Return the newest loss that has arrived, without waiting; None: there is none. Any thread may call it."""
@@ -98,8 +96,7 @@ class Losses:
     def curve(self) -> tuple[float, str]:
         """Return `LearnerReport.curve_s` and `LearnerReport.curve`. Any thread may call it."""
         every_s, means = self._curve
-        with np.errstate(over="ignore"):  # beyond float32 it is infinite
-            return every_s, b64encode(np.array(means.copy(), "<f4").tobytes()).decode()
+        return every_s, b64encode(np.array(means.copy(), "<f4").tobytes()).decode()
 
 
 def _mean(losses: list[float]) -> float:

@@ -273,7 +273,7 @@ class RunReader:
             records=records,
             events=[one for _, one in events],
             evaluations=[one for _, one in evaluations],
-            curves=loss_curves(reports, self._clock.unix()),
+            curves=loss_curves(reports, self._clock.unix(), 0.0 if state is None else state.began_unix_s),
         )
 
     async def _read_spec(self) -> None:

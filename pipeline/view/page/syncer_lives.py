@@ -35,6 +35,9 @@ class SyncerLives:
         self._seen_s: dict[str, float] | None = None
         """When each was present last; None before the first poll."""
         self._gone = set[str]()
+        """Syncers seen here whose death an event has told. Such a syncer stays announced until that expires."""
+        self._here = set[str]()
+        """Those present at the last poll."""
         self._merged: dict[int, tuple[str, float]] = {}
         """By fragment: the syncer of its last merge, and when that was."""
         self._takeovers: dict[tuple[str, str], float] = {}
@@ -49,19 +52,22 @@ class SyncerLives:
             if isinstance(record, Committed) and record.contributions:
                 yield from self._merge(record, min(record.unix_s, now_s))
         here = [one["id"] for one in status["syncers"]]
+        before, self._here = self._here, set(here)
         if self._seen_s is None or status["phase"] not in ("waiting", Phase.RUNNING):
             self._seen_s = dict.fromkeys(here, now_s)
+            self._gone.clear()  # the first poll has the events of all earlier lives
             return
         for name in here:
-            if name not in self._seen_s or name in self._gone:
+            if name not in self._seen_s or (name in self._gone and name not in before):
                 yield Mark(now_s, "joined", _named(name))
+                self._gone.discard(name)
             self._seen_s[name] = now_s
-            self._gone.discard(name)
         for name, seen_s in [one for one in self._seen_s.items() if now_s - one[1] > ABSENT_S]:
             if name not in self._gone:
-                yield Mark(seen_s, "is gone", _named(name), "" if here else "no syncer is left, so nothing is merged")
+                detail = "" if here else "no syncer is left, so nothing is merged"
+                yield Mark(seen_s, "left or died", _named(name), detail)
             del self._seen_s[name]
-            self._gone.discard(name)
+        self._gone &= self._seen_s.keys()
 
     def _merge(self, record: Committed, at_s: float) -> Iterator[Mark]:
         before, before_s = self._merged.get(record.fragment, (record.syncer, at_s))

@@ -24,7 +24,7 @@ const COLOURS = 8;
 const BY_TIME = { label: "run time (0:00: the run began)",
   incrs: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 604800] };
 const BY_TOKENS = { label: "trained tokens" };
-const BAD = ["killed", "died", "went silent", "is gone", "failed over or was restarted"];
+const BAD = ["killed", "died", "went silent", "failed over or was restarted"];
 
 /** While no cursor chooses another, the legend has the last values; once the plot has settled. @param {any} plot */
 function last(plot) {
