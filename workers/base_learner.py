@@ -151,6 +151,7 @@ class BaseLearner:
         if self._entered is not None and self._entered.thread.failure is not None:
             self._failure_raised = True
             self._entered.thread.notice()
+            without_traceback(self._entered.thread.failure)
             raise self._entered.thread.failure
         if self._entered is None or not self._in_run:
             raise UsageError("the learner is not in a run: use it in a `with` block, or between open() and close()")
@@ -244,8 +245,7 @@ class BaseLearner:
                 joined = self._join(self._prepare())
         except BaseException as error:
             self._stopping.restore()
-            if isinstance(error, KeyboardInterrupt):
-                without_traceback(error)
+            without_traceback(error)
             raise
         if joined.late:
             detail = (
@@ -334,6 +334,7 @@ class BaseLearner:
         failure = self._entered.thread.failure if self._entered is not None and not self._failure_raised else None
         if self._leave(save_state):
             if failure is not None:  # it failed after the last step, so no step could raise it
+                without_traceback(failure)
                 raise failure
             self._stopping.raise_if_unread()
 

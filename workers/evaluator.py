@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.errors import BusError, UsageError, outage_event
+from diloco.pipeline.errors import BusError, DilocoError, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.process.interrupts import without_traceback
 from diloco.pipeline.settings import BusSettings, load
 from diloco.workers.exchange.evaluating import Evaluating, LossFunction, Measured, follow
 from diloco.workers.exchange.redis_access import in_own_loop, read_run, url_of
@@ -92,7 +93,11 @@ class Evaluator:
         Raises:
             SpecMismatch, RunReplaced, UsageError: see `evaluate`.
         """
-        in_own_loop(self._follow())
+        try:
+            in_own_loop(self._follow())
+        except DilocoError as error:
+            without_traceback(error)
+            raise
 
     def stop(self) -> None:
         """End `follow` after its current measurement. Call it from another thread or a signal handler."""

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 
+from diloco.pipeline.errors import DilocoError, exit_status
+
 Leave = Callable[[BaseException], object]
 # Called when Ctrl-C ends the program.
 _leaving: list[Leave] = []
 # The hook for uncaught errors that was there before this module's, once that is installed.
 _before: list[Callable[..., object]] = []
-_LEFT = "the learner has left its run"
+_NOTE = "this program is not in its run"
 # The exit status that shells report for a process ended by Ctrl-C (128 + SIGINT).
 INTERRUPTED_STATUS = 130
 
@@ -37,13 +39,16 @@ def restore_keyboard_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def without_traceback(error: KeyboardInterrupt) -> None:
-    """Print no traceback if this Ctrl-C ends the program: the learner has left its run, and nothing has failed.
+def without_traceback(error: BaseException) -> None:
+    """Print no traceback if this error ends the program. A program that catches it sees it as it is.
 
-    A program that catches it sees it as it is.
+    After Ctrl-C nothing is printed: the learner has left its run, and nothing has failed. A DilocoError is the run's
+    last word to this party, not a mistake in the program: its message is printed, and the exit status is that of a
+    command. If the program has a hook of its own for uncaught errors, that prints.
     """
-    error.add_note(_LEFT)
-    _install()
+    if isinstance(error, (KeyboardInterrupt, DilocoError)):
+        error.add_note(_NOTE)
+        _install()
 
 
 def on_interrupt(leave: Leave) -> None:
@@ -66,11 +71,20 @@ def _install() -> None:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    leaving = [*_leaving] if isinstance(error, KeyboardInterrupt) else []
-    for leave in leaving:
-        leave(error)
-    if not leaving and _LEFT not in getattr(error, "__notes__", ()):
-        _before[0](kind, error, trace)
+    known = _NOTE in getattr(error, "__notes__", ())
+    if isinstance(error, KeyboardInterrupt):
+        leaving = [*_leaving]
+        for leave in leaving:
+            leave(error)
+        if leaving or known:
+            return
+    elif known and isinstance(error, DilocoError) and not (hasattr(sys, "ps1") or sys.flags.inspect):
+        if _before[0] is sys.__excepthook__:
+            sys.stderr.write(f"error: {error}\n")
+        else:
+            _before[0](kind, error, trace)
+        sys.exit(exit_status(error))  # Python ends with the status of a SystemExit that its hook raises
+    _before[0](kind, error, trace)
 
 
 def end_with(status: int) -> None:

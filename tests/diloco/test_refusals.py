@@ -60,6 +60,55 @@ def here(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
+# --- a program of one's own -------------------------------------------------------------------------------
+
+OWN = """
+import sys
+from torch import nn
+from diloco import Learner
+sys.excepthook = {hook}
+model = nn.Linear(2, 1)
+with Learner(model, run={run!r}, redis_url={url!r}) as learner:
+    pass
+"""
+FULL = "lambda kind, error, trace: print('mine', type(error).__name__)"
+
+
+@pytest.mark.parametrize(("hook", "out"), [("sys.excepthook", ""), (FULL, "mine NotPermitted\n")])
+def test_a_refused_program_ends_as_a_refused_command_does(hook: str, out: str, of_another_run: tuple[str, str]) -> None:
+    """Else `again.sh` starts it again for ever. A hook that the program has itself prints in its own way."""
+    url, run = of_another_run
+    done = python("-c", OWN.format(hook=hook, run=run, url=as_user(url, "learner-anna")))
+    assert (done.returncode, done.stdout) == (REFUSED, out)
+    last = done.stderr.splitlines()[-1:]
+    assert last[0].startswith("error: Redis at ") if not out else "error: " not in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+RAISED = """
+import sys
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.process.interrupts import without_traceback
+error = UsageError("no")
+{more}
+raise error
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ("", 1),
+        ("without_traceback(error)", REFUSED),
+        ("without_traceback(error); sys.ps1 = '> '", 1),
+    ],
+)
+def test_a_mistake_in_a_program_and_one_at_a_prompt_keep_their_tracebacks(more: str, status: int) -> None:
+    """The user looks for the line, and wants to stay at the prompt."""
+    done = python("-c", RAISED.format(more=more))
+    assert (done.returncode, "Traceback" in done.stderr) == (status, status == 1), done.stderr
+
+
 # --- names that nothing has -----------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from diloco.pipeline.bus.commits import Published, Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis.connecting import connect_calls
+from diloco.pipeline.bus.redis.run_list import connect_runs
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.clock import LoopClock
@@ -477,9 +478,25 @@ async def test_learners_wait_for_a_syncer_to_load_the_scripts(server: Server) ->
 async def test_a_learner_under_anothers_name_is_told_which_setting_is_wrong(
     server: Server, parties: dict[str, Any]
 ) -> None:
-    with pytest.raises(NotPermitted, match=r"--learner-id") as refused:
+    """In one line, and not which users there might be: it is nearly always a typing error."""
+    with pytest.raises(NotPermitted) as refused:
+        await parties["learner-l0"].write_report(samples.report("l9"))
+    assert str(refused.value) == (
+        "learner id 'l9' does not match user 'learner-l0'; set DILOCO_LEARNER_ID=l0 (or learner_id=, --learner-id)"
+    )
+    with pytest.raises(NotPermitted, match="put this party's own user in DILOCO_REDIS_URL") as refused:
         await parties["learner-l0"].offer(samples.header("l9"))
     assert "pw-" not in str(refused.value)
+
+
+async def test_a_viewer_is_told_that_lists_and_changes_need_the_operator(
+    server: Server, parties: dict[str, Any]
+) -> None:
+    with pytest.raises(NotPermitted, match="send SCAN; listing runs needs the operator's user"):
+        async with connect_runs(as_user(server.url, "viewer")) as runs:
+            await runs.taken()
+    with pytest.raises(NotPermitted, match=r"in DILOCO_REDIS_URL \(to change a run, the operator's\)"):
+        await parties["viewer"].write_state(samples.run_state())
 
 
 async def test_users_of_one_run_do_not_reach_another(server: Server) -> None:

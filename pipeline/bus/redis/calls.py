@@ -89,6 +89,7 @@ class RedisCalls:
         self.nodes = nodes
         self.ahead_s = 0.0  # the server's clock minus this machine's
         self._lanes = Lanes(place, nodes, self.ensure_scripts)
+        self.user = place.user
 
     async def info(self) -> BusInfo:
         """Return what the server, or all primaries of a cluster, report; a node that is down becomes a warning."""

@@ -179,21 +179,21 @@ def _not_permitted(text: str, where: str, user: str, key: bytes | str | None) ->
     what = f"send {command[1].replace('|', ' ').upper()}" if command else "do that"
     at = key.decode(errors="replace") if isinstance(key, bytes) else key
     found = f"Redis at {where} does not let {who} {what}" + (f" in run {run!r} (key {at})" if run else "")
-    return NotPermitted(found, _rights_remedy(user, run), text)
+    return NotPermitted(found, _rights_remedy(user, run, command[1] if command else ""), text)
 
 
-def _rights_remedy(user: str, run: str) -> str:
+def _rights_remedy(user: str, run: str, command: str) -> str:
     """Return the remedy for missing rights."""
+    if command == "scan":
+        return "listing runs needs the operator's user"
     if not user:
         return "put this party's user in DILOCO_REDIS_URL: redis://USER:PASSWORD@HOST:PORT (`diloco acl` creates users)"
-    named = " (a learner's user must match its --learner-id; a viewer can only read; runs belong to the operator)"
     if not run:
-        return f"put this party's own user in DILOCO_REDIS_URL{named}; `diloco acl` creates users"
+        return "put this party's own user in DILOCO_REDIS_URL; `diloco acl` creates users"
     return (
-        f"each user belongs to one party in one run: put this party's own user in DILOCO_REDIS_URL{named}, and pass "
-        "the run that it was created for with --run. Or create users for this run and each of its learners (for "
-        "several runs: --run '*'), and start Redis with them instead of its current users: "
-        f"{acl.acl_command(run, user)}"
+        "each user belongs to one party in one run: put this party's own user in DILOCO_REDIS_URL (to change a run, "
+        "the operator's), and set the run that it was created for. Or create users for this run (for several runs: "
+        f"--run '*'), and start Redis with them instead of its current users: {acl.acl_command(run, user)}"
     )
 
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from diloco.pipeline.bus import schema, stored_reports
+from diloco.pipeline.bus.acl import SHARED_LEARNER
 from diloco.pipeline.bus.ports import (
     START,
     InitialUploads,
@@ -93,7 +94,14 @@ class RedisRunData(RedisConnection, SpecAndState, Reports, RunLogs, InitialUploa
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
         name = f"{report.learner}/{report.incarnation}"
         holder = (report.generation, stored_reports.holder(report))
-        (blob,) = await self._redis.script("write_report", keys, name, encode(report), report.number, *holder)
+        try:
+            (blob,) = await self._redis.script("write_report", keys, name, encode(report), report.number, *holder)
+        except NotPermitted:
+            own = self._redis.user.removeprefix(f"{SHARED_LEARNER}-")
+            if own in (self._redis.user, report.learner):
+                raise
+            found = f"learner id {report.learner!r} does not match user {self._redis.user!r}"
+            raise NotPermitted(found, f"set DILOCO_LEARNER_ID={own} (or learner_id=, --learner-id)") from None
         return _state(blob, self.keys.state)
 
     async def put_back_report(self, seen: SeenReport) -> None:
