@@ -10,7 +10,7 @@ from types import ModuleType
 from diloco.pipeline.errors import UsageError, missing
 
 # Optional packages -> the extra of this project that installs them.
-EXTRAS = {"torch": "learner", "matplotlib": "run", "tensorboard": "tensorboard", "wandb": "wandb"}
+EXTRAS = {"torch": "learner", "matplotlib": "run"} | {n: n for n in ("tensorboard", "wandb", "trackio", "mlflow")}
 # A separate distribution, made from the folder `studies/` of a checkout.
 STUDIES = "diloco_studies"
 

@@ -16,6 +16,7 @@ from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.process import signals
 from diloco.pipeline.waiting import first_of
 from diloco.tracking.follow import follow
+from diloco.tracking.trackers import TRACKERS
 from diloco.workers.exchange.redis_access import read_run
 
 # Time between two checks of whether the run is over.
@@ -26,7 +27,7 @@ AWAY_S = 60.0
 To = Annotated[
     str | None,
     typer.Option(
-        "--to", metavar="tensorboard|wandb", help="Write curves for this tracker until the run is finished or Ctrl-C"
+        "--to", metavar="|".join(TRACKERS), help="Write curves to this tracker until the run is finished or Ctrl-C"
     ),
 ]
 Into = Annotated[
@@ -34,7 +35,7 @@ Into = Annotated[
     typer.Option(
         "--into",
         metavar="FOLDER",
-        help="Folder for the files of --to; a later call continues them (default: tracked/TO/RUN)",
+        help="Folder for the files of --to, by which a later call continues them (default: tracked/TO/RUN)",
     ),
 ]
 
@@ -54,9 +55,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
     assert url is not None  # noqa: S101  # there is something to watch
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(open_bus(url, place.run))
-        await read_run(
-            bus
-        )  # fails here, with a message, if this user or build cannot read the run: the page would only stay empty
+        await read_run(bus)  # if this user or build cannot read the run, fail with a message: the page would stay empty
         collector, _ = await stack.enter_async_context(served(bus, settings, typer.echo, redis_route(url)))
         typer.echo(f"watching run {place.run!r} until Ctrl-C; this does not affect the run")
         while not stop.is_set():
@@ -97,8 +96,8 @@ def command(settings: WatchProcess, folder: RunFolder = None, to: To = None, int
 
     This does not affect learners and syncers. `diloco run` and `diloco syncer` already serve the same page.
 
-    With --to, write the run's curves to TensorBoard's files or to Weights & Biases instead. To watch in a terminal, use
-    `diloco status --watch`.
+    With --to, write the run's curves to TensorBoard, Weights & Biases, trackio or MLflow instead. To watch in a
+    terminal, use `diloco status --watch`.
 
     Example: diloco watch --redis-url redis://HOST:6379 --run my-run
     """

@@ -1,1 +1,1 @@
-"""`diloco watch --to`: write a run's curves to TensorBoard or Weights & Biases. Learners have no tracker."""
+"""`diloco watch --to`: write a run's curves to a tracker, such as TensorBoard. Learners have no tracker."""

@@ -29,11 +29,6 @@ class Point(NamedTuple):
     unix_s: float
 
 
-def evaluations(poll: Poll) -> list[Point]:
-    """Return the held-out loss of the global parameters, one point per evaluation."""
-    return [Point("global/loss", one.tokens, one.loss, one.unix_s) for one in poll.evaluations]
-
-
 def now(reading: Reading, poll: Poll) -> list[Point]:
     """Return the current values at a poll: tokens by fate, rates, each live learner, bytes of Redis.
 

@@ -1,18 +1,21 @@
-"""`diloco watch --to`: a run's curves in TensorBoard's files, or offline ones of Weights & Biases."""
+"""`diloco watch --to`: a run's curves in the local files of TensorBoard, Weights & Biases, trackio and MLflow."""
 
 import asyncio
 import importlib
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ import pytest
 from diloco.cli import main
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.run import Evaluation, LearnerReport, Phase
 from diloco.pipeline.payload.codec import encode
@@ -28,7 +31,8 @@ from diloco.pipeline.view.loss_curves import loss_curves
 from diloco.pipeline.view.page.collector import RunReader
 from diloco.pipeline.view.page.model import Poll
 from diloco.tracking.curves import Point
-from diloco.tracking.follow import Notes, Wandb, Writer
+from diloco.tracking.follow import Notes, Writer
+from diloco.tracking.trackers import TRACKERS, Tracker, Wandb
 from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
 from tests.parties import environment, wait_for
@@ -48,9 +52,9 @@ sys.exit(main())
 class Kept:
     """Keeps points."""
 
-    on_disk = True
+    stored = True
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object) -> None:
         self.points: list[Point] = []
 
     def put(self, points: Sequence[Point]) -> None:
@@ -64,13 +68,10 @@ class Kept:
 
 
 @contextmanager
-def writer(folder: Path, kept: Kept, run: str = "r") -> Iterator[Writer]:
+def writer(folder: Path, kept: Tracker, run: str = "r") -> Iterator[Writer]:
     """One life of a watcher."""
-    notes = Notes(folder, run, "kept")
-    try:
+    with closing(Notes(folder, run, "kept")) as notes:
         yield Writer(notes, kept)
-    finally:
-        notes.close()
 
 
 def evaluation(tokens: int, loss: float, unix_s: float = 1000.0, final: bool = False) -> Evaluation:
@@ -165,7 +166,7 @@ def test_curves_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
         first.end()
         with pytest.raises(UsageError, match="another watcher is writing there"):
             Notes(tmp_path, "a", "kept")
-    with pytest.raises(UsageError, match=r"has curves of run 'a': choose a different folder for 'b'"):
+    with pytest.raises(UsageError, match=r"has curves of run 'a', not 'b'; choose a different folder"):
         Notes(tmp_path, "b", "kept")
     with writer(tmp_path, Kept(), "a") as again, pytest.raises(UsageError, match="curves of an earlier run named 'a'"):
         again.see(replace(poll([]), origin_s=6.0))
@@ -174,7 +175,7 @@ def test_curves_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["--to", "excel"], "use one of tensorboard, wandb"),
+        (["--to", "excel"], "use one of tensorboard, wandb, trackio, mlflow"),
         (["--into", "x"], "--into is the folder for --to"),
     ],
 )
@@ -211,8 +212,13 @@ class Watcher:
     """A process that writes a run's curves."""
 
     def __init__(self, url: str, run: str, kind: str, folder: Path, lacking: str = "") -> None:
-        kept = {name: value for name, value in environment(DILOCO_REDIS_URL=url).items() if "WANDB_" not in name}
-        environ = kept | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+        kept = {
+            name: value
+            for name, value in environment(DILOCO_REDIS_URL=url).items()
+            if not name.startswith(("WANDB_", "TRACKIO_", "MLFLOW_"))
+        }
+        environ = kept | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(folder)}
+        environ |= {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "MLFLOW_DISABLE_TELEMETRY": "true"}
         given = ["watch", "--run", run, "--to", kind, "--into", str(folder)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", QUICK, lacking or "no_such_module", *given],
@@ -278,6 +284,29 @@ def of_wandb(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+def of_trackio(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """All points of its only run."""
+    with closing(sqlite3.connect(folder / "diloco.db")) as database:
+        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    assert len({name for name, _, _ in rows}) == 1
+    found: dict[str, list[tuple[int, float]]] = {}
+    for _, step, values in rows:
+        for tag, value in json.loads(values).items():
+            found.setdefault(tag, []).append((step, value))
+    return found
+
+
+def of_mlflow(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """All points of its only run, which has ended."""
+    with closing(sqlite3.connect(folder / "mlflow.db")) as database:
+        rows = database.execute("SELECT key, step, value FROM metrics ORDER BY rowid").fetchall()
+        assert database.execute("SELECT name, status FROM runs").fetchall() == [("tracked-mlflow", "FINISHED")]
+    found: dict[str, list[tuple[int, float]]] = {}
+    for tag, step, value in rows:
+        found.setdefault(tag, []).append((step, value))
+    return found
+
+
 def _records(data: bytes) -> Iterator[bytes]:
     """Of a log in LevelDB's format: blocks of 32 KiB, of records that may be cut into a first, middle and last part."""
     at, whole = 7, b""  # behind the file's own head
@@ -296,13 +325,18 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize(("kind", "read"), [("tensorboard", of_tensorboard), ("wandb", of_wandb)])
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [("tensorboard", of_tensorboard), ("wandb", of_wandb), ("trackio", of_trackio), ("mlflow", of_mlflow)],
+)
 def test_one_that_is_killed_goes_on_and_writes_no_step_twice(
     redis_server: str, tmp_path: Path, kind: str, read: Callable[[Path], dict[str, list[tuple[int, float]]]]
 ) -> None:
     """It ends cleanly at Ctrl-C, and has told what came while nobody watched: evaluations are kept on Redis. Whatever a
     killed Weights & Biases lost is told again, as far as the run still knows it."""
-    pytest.importorskip(kind, reason=f"it comes with the extra `{kind}`")
+    for package in (kind, "sqlalchemy") if kind == "mlflow" else (kind,):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} comes with the extra `{kind}`")
     run = f"tracked-{kind}"
     asyncio.run(train(redis_server, run, 100, 5.0))
     first = Watcher(redis_server, run, kind, tmp_path)
@@ -323,17 +357,16 @@ def test_one_that_is_killed_goes_on_and_writes_no_step_twice(
     last, loss = found["loss/anna"][-1]
     assert loss == 3.5
     assert 200 < last <= 300  # at the tokens of the time of its last full bucket
-    if kind == "tensorboard":
+    if kind != "wandb":
         assert found["loss/anna"][0] == (100, 5.5)
     assert all(len({step for step, _ in points}) == len(points) for points in found.values())
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("kind", TRACKERS)
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(redis_server: str, tmp_path: Path, kind: str) -> None:
     """Before anything is made: no folder is left behind."""
-    lacking = "tensorboard.compat.proto.event_pb2" if kind == "tensorboard" else kind
-    watcher = Watcher(redis_server, "any", kind, tmp_path / "into", lacking=f"{kind},{lacking}")
+    watcher = Watcher(redis_server, "any", kind, tmp_path / "into", lacking=kind)
     _, errors = watcher.process.communicate(timeout=HANGING_S)
     assert watcher.process.returncode == 2
     assert f"pip install 'diloco[{kind}]'" in errors
@@ -353,6 +386,115 @@ def test_who_is_not_logged_in_to_wandb_is_told_of_the_way_without(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(UsageError, match=r"`wandb login`.*WANDB_MODE=offline"):
         Wandb(tmp_path, "r", "life")
+
+
+class StandIn:
+    """What wandb, trackio and mlflow are used for, and no more: runs by name or id, and the points that each has."""
+
+    class Refusal(Exception):
+        pass
+
+    class Metric(NamedTuple):
+        key: str
+        value: float
+        timestamp: int
+        step: int
+
+    def __init__(self) -> None:
+        self.runs: dict[str, list[tuple[str, int, float]]] = {}
+        self.refuses = False
+        self.errors = SimpleNamespace(Error=self.Refusal)
+        self.MlflowException, self.entities = self.Refusal, SimpleNamespace(Metric=self.Metric)
+        self.tags: dict[str, dict[str, str]] = {}
+
+    def init(self, project: str = "", *, name: str, id: str = "", **_: object) -> SimpleNamespace:
+        """Of wandb and trackio: what is logged is there once the run is finished."""
+        points, rows = self.runs.setdefault(id or name, []), list[tuple[str, int, float]]()
+
+        def log(values: dict[str, float], step: int = -1) -> None:
+            at = int(min((values[axis] for axis in ("tokens", "round") if axis in values), default=step))
+            rows.extend((tag, at, value) for tag, value in values.items() if tag not in ("tokens", "round"))
+
+        def finish() -> None:
+            points.extend(rows)
+            rows.clear()
+
+        return SimpleNamespace(log=log, finish=finish, define_metric=lambda *_, **__: None)
+
+    def search_runs(self, *, filter_string: str, output_format: str) -> list[SimpleNamespace]:
+        assert output_format == "list"
+        said = [
+            id
+            for id, tags in self.tags.items()
+            for tag, own in tags.items()
+            if filter_string == f"tags.`{tag}` = '{own}'"
+        ]
+        return [SimpleNamespace(info=SimpleNamespace(run_id=id)) for id in said]
+
+    def start_run(self, id: str | None = None, *, run_name: str, tags: dict[str, str]) -> SimpleNamespace:
+        id = id or f"{run_name}-{len(self.runs)}"
+        self.tags[id] = tags
+        self.runs.setdefault(id, [])
+        return SimpleNamespace(info=SimpleNamespace(run_id=id))
+
+    def MlflowClient(self) -> "StandIn":  # noqa: N802  # its name there
+        return self
+
+    def log_batch(self, id: str, metrics: list[Metric], synchronous: bool) -> None:
+        assert synchronous
+        if self.refuses:
+            raise self.Refusal("no answer")
+        self.runs[id] += [(one.key, one.step, one.value) for one in metrics]
+
+    def end_run(self) -> None:
+        pass
+
+
+def lives_of(kind: str, folder: Path, tokens: Sequence[int]) -> None:
+    """A watcher for each: it sees the run with so many tokens, with what it was before."""
+    for n, seen in enumerate(tokens):
+        with closing(Notes(folder, "r", kind)) as notes:
+            notes.save()
+            tracker = TRACKERS[kind](folder, "r", notes.life)
+            one = Writer(notes, tracker)
+            tape = [merge(0, 1, 10.0), merge(0, 2, 20.0)][: n + 1]
+            news = [evaluation(at, 3.0) for at in tokens[: n + 1]]
+            look = poll([samples.seen("l0", tokens=seen, loss=3.5, step_s=0.25)])
+            one.see(replace(look, records=tape, evaluations=news, shares={0: 1.0}))
+            one.end()
+            tracker.close()
+            if not tracker.stored:
+                notes.save()
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])
+def test_each_tracker_has_one_run_with_the_same_curves(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two watchers in turn write each point once, by the tags and steps of TensorBoard."""
+    library = StandIn()
+    monkeypatch.setitem(sys.modules, kind, library)
+    lives_of(kind, tmp_path, (500, 900))
+    [found] = library.runs.values()
+    assert {("global/loss", 500, 3.0), ("global/loss", 900, 3.0), ("merges/learners", 2, 2.0)} <= set(found)
+    assert len(set(found)) == len(found)
+    kept = Kept()
+    monkeypatch.setitem(TRACKERS, "kept", lambda *_: kept)
+    lives_of("kept", tmp_path / "kept", (500, 900))
+    assert sorted(found) == sorted((one.tag, one.step, one.value) for one in kept.points)
+
+
+def test_points_that_mlflow_does_not_take_are_written_by_the_next_watcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = StandIn()
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    library.refuses = True
+    with pytest.raises(DilocoError, match="MLflow does not take the points"):
+        lives_of("mlflow", tmp_path, (500,))
+    library.refuses = False
+    lives_of("mlflow", tmp_path, (500,))
+    assert [one for one in library.runs["r-0"] if one[0] == "global/loss"] == [("global/loss", 500, 3.0)]
 
 
 async def test_a_resumed_run_is_the_one_that_it_resumes() -> None:
