@@ -482,6 +482,8 @@ def test_each_tracker_has_one_run_with_the_same_curves(
     monkeypatch.setitem(TRACKERS, "kept", lambda *_: kept)
     lives_of("kept", tmp_path / "kept", (500, 900))
     assert sorted(found) == sorted((one.tag, one.step, one.value) for one in kept.points)
+    lives_of(kind, tmp_path / "other", (500,))
+    assert len(library.runs) == 2, "curves in a different folder are a different run there, whatever its name"
 
 
 def test_points_that_mlflow_does_not_take_are_written_by_the_next_watcher(
