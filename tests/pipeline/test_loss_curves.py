@@ -1,7 +1,6 @@
 """Promises about the learners' loss curves: what a page shows of them, whatever peers have put into their reports."""
 
 import math
-import time
 from base64 import b64encode
 
 import numpy as np
@@ -94,20 +93,6 @@ def test_each_curve_has_its_own_losses() -> None:
     ]
     found = loss_curves(reports, NOW_S, BEGAN_S)
     assert [one["losses"] for one in found.values()] == [[float(n)] * (n + 1) for n in reversed(range(8))]
-
-
-def test_many_curves_take_each_as_long_as_few() -> None:
-    """They are read at each poll, on the event loop that renews leases."""
-    full = packed(*[3.0] * MAX_CURVE)
-    reports = [samples.seen("l0", incarnation=f"{n:08x}", wall_s=200.0, curve_s=1.0, curve=full) for n in range(512)]
-
-    def took_s(at_once: int) -> float:
-        began_s = time.process_time()
-        for n in range(0, len(reports), at_once):
-            loss_curves(reports[n : n + at_once], NOW_S, BEGAN_S)
-        return time.process_time() - began_s
-
-    assert min(took_s(512) for _ in range(9)) < 2 * min(took_s(32) for _ in range(9))
 
 
 @pytest.mark.parametrize(("wall_s", "curve_s"), [(1e11, 1e9), (1e11, 900.0), (90_000.0, 900.0), (1200.0, 125.0)])
