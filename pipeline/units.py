@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 YEAR_S = 365.25 * 86400.0
 MAX_S = 10_000 * YEAR_S
 
-_COUNTS: dict[str, int | str] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_COUNTS: dict[str, int | str] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _NUMBER = r"\s*([0-9.]+(?:e[+-]?[0-9]{1,2})?)\s*"
 
 
@@ -37,8 +37,8 @@ def scaled(value: Any, suffix: str, units: Mapping[str, int | str]) -> Any:
 
 
 def parse_count(value: Any) -> Any:
-    """Parse '2.5M', '4e3', '70B', '150k' or a plain number: k, M, B and T are 10^3, 10^6, 10^9 and 10^12."""
-    return scaled(value, "([kmbt]?)", _COUNTS)
+    """Parse '2.5M', '4e3', '70B', '150k' or a plain number: k, M, B (or G) and T are 10^3, 10^6, 10^9, 10^12."""
+    return scaled(value, "([kmbgt]?)", _COUNTS)
 
 
 def parse_whole(value: Any) -> Any:

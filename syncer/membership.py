@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from diloco.pipeline.liveness import quorum_missed
 from diloco.pipeline.messages.fragment import RefusalReason
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import SyncSpec
@@ -96,8 +97,7 @@ class RunWatch:
             self.drain_until = now + self.drain_s
         self.latency_s = latency_s if self.latency_s == 0 else 0.8 * self.latency_s + 0.2 * latency_s
         live = len({s.report.learner for s in self.live()})
-        short = self.sync.quorum > live and not self.draining
-        self.quorum_warning = f"quorum {self.sync.quorum} > {live} live" if short else ""
+        self.quorum_warning = "" if self.draining else quorum_missed(self.sync.quorum, live)
         return (who(), self.draining) != before
 
     def conditions(

@@ -249,8 +249,8 @@ class BaseLearner:
             raise
         if joined.late:
             detail = (
-                "the learner has its model; to train further, run `diloco runs extend NAME --tokens N`, or "
-                "choose another run name"
+                f"the learner has its model; to train further, run `diloco runs extend {self._given.run} --tokens N`, "
+                "or choose a different run name"
             )
             structlog.get_logger().warning("run_finished_already", learner=self.id, run=self._given.run, detail=detail)
         return self

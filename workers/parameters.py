@@ -71,7 +71,10 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             raise UsageError(f"parameter {name} has {tensor.dim()} dimensions, but at most {MAX_DIMS} are allowed")
         trained[name] = tensor
     if not trained:
-        raise UsageError("none of the model's parameters requires a gradient, so a learner would have nothing to train")
+        raise UsageError(
+            "none of the model's parameters requires a gradient, so a learner would have nothing to train: call "
+            "requires_grad_(True) on those to train before you create the learner"
+        )
     if len(trained) > MAX_TENSORS:
         raise UsageError(f"the model has {len(trained)} trained tensors, but at most {MAX_TENSORS} are allowed")
     return trained

@@ -202,15 +202,15 @@ def choose(settings: RunProcess) -> Folder:
     path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
     if path.is_dir() and any(path.iterdir()):
         kept = goes_on(settings, path) or _has_no_checkpoint(path, settings)
+        if not (path / SETTINGS_FILE).is_file():
+            raise UsageError(
+                f"output folder {path} holds something other than a run, which even --overwrite does not delete: "
+                "choose a different --out"
+            )
         if not (settings.overwrite or _never_stepped(path) or kept):
             raise UsageError(
                 f"output folder {path} is not empty, and does not have a run's checkpoint to continue from: choose a "
                 "different --out, or pass --overwrite to empty it"
-            )
-        if not (path / SETTINGS_FILE).is_file():
-            raise UsageError(
-                f"output folder {path} holds something other than a run, so --overwrite does not empty "
-                "it: choose a different --out"
             )
         if settings.overwrite and settings.resume is not None and _checkpoint_is_in(settings.resume, path):
             raise UsageError(

@@ -167,7 +167,7 @@ async def _only_run(url: str) -> str:
         except NotPermitted:
             raise UsageError("this Redis user may not list the runs", "choose one with --run") from None
     if not names:
-        raise DilocoError("no runs on this Redis")
+        raise DilocoError("no runs on this Redis", "start a syncer and learners with its URL, or check the URL")
     if len(names) > 1:
         raise UsageError(f"this Redis has the runs {', '.join(names)}", "choose one with --run")
     return names[0]

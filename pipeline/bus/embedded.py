@@ -146,7 +146,10 @@ class EmbeddedRedis:
         if users is not None:
             _check_users(users, password)
         elif port is not None and not password and host not in ("127.0.0.1", "::1", "localhost"):
-            raise UsageError(f"Redis would listen on {host} without a password: set one, or listen on 127.0.0.1 only")
+            raise UsageError(
+                f"Redis would listen on {host} without a password: set DILOCO_REDIS_PASSWORD, or listen on 127.0.0.1 "
+                "only"
+            )
         self._binary = binary
         self._dies_with_us = dies_with_us
         self._appendonly, self._fsync = appendonly, fsync

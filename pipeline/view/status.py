@@ -11,7 +11,7 @@ from typing import NotRequired, TypedDict
 
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.fragments import Layout, layout_of
-from diloco.pipeline.liveness import is_live
+from diloco.pipeline.liveness import is_live, quorum_missed
 from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec
@@ -312,8 +312,8 @@ def build_status(
     gone, unreachable = trouble.gone(spec, state, heads, tokens, away), trouble.unreachable(away)
     warnings += [one for one in (gone, unreachable) if one]
     awaited = trouble.awaited(spec, state, syncers, live, takes_writes)
-    if takes_writes and quorum > live and (state is None or state.phase is Phase.RUNNING):
-        warnings.insert(0, f"quorum {quorum} > {live} live")
+    if takes_writes and (state is None or state.phase is Phase.RUNNING) and (short := quorum_missed(quorum, live)):
+        warnings.insert(0, short)
     goes_on = state is None or state.phase is not Phase.FINISHED
     if goes_on and takes_writes and syncers is not None and not syncers and present:
         warnings.append("the run has no syncer, so nothing is merged: start `diloco syncer` for this run")

@@ -34,7 +34,7 @@ from diloco.syncer.checkpoints.manifest import (
     may_be_left,
     pieces,
 )
-from diloco.syncer.checkpoints.places import Place, place_of
+from diloco.syncer.checkpoints.places import Folder, Place, place_of
 from diloco.syncer.checkpoints.saving import is_folder_of, is_run_folder, read_latest
 
 # How many newer checkpoints are tried if the run drops one while it is read.
@@ -184,6 +184,8 @@ def find_checkpoint(place: str | Path) -> Place:
                 return _newest(_only(runs, directory))
     except OSError as error:
         raise UsageError(f"cannot look for a checkpoint: {error_text(error)}") from error
+    if isinstance(given, Folder) and not given.path.exists():
+        raise NoCheckpoint(f"no such checkpoint or folder: {place}", "check the path")
     raise NoCheckpoint(
         f"{place} has no checkpoint yet",
         "a run saves its first one after --checkpoint-every, or when it ends. If it has saved one, check the path",

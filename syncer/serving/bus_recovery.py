@@ -108,7 +108,7 @@ class BusRestorer:
             raise SpecMismatch(
                 f"another run was started under the name {self._bus.keys.run!r}, with a different spec:\n"
                 f"{told}\n"
-                "Restart this syncer to serve that run, or choose another run name."
+                "Restart this syncer to serve that run, or choose a different run name."
             )
 
     async def _ours(self) -> bool:

@@ -246,7 +246,7 @@ async def start_http(
             await runner.cleanup()
             why = error.strerror or str(error)
             if error.errno == errno.EADDRINUSE:  # the event loop's own sentence is long
-                why = f"{os.strerror(error.errno)}; use port 0 for any free port"
+                why = f"{os.strerror(error.errno)}; pass --http-port 0 for any free port"
             raise UsageError(f"cannot listen on http_host={host} http_port={port}: {why}") from error
     log.info("http_listening", address=runner.addresses[0])
     if tried != port:

@@ -177,10 +177,9 @@ class Start:
                 await self.offload(saved.check)
             await self._resume(checkpoint, mode)
         if checkpoint is not None and found is StartMode.FINISHED:
-            extend = f"run `diloco runs extend {self.bus.keys.run} --tokens N` and repeat the commands"
             detail = (
-                f"to train further, {extend}, or give more --tokens on an empty Redis; to start from scratch, "
-                "pass --overwrite on an empty Redis"
+                f"{self._extend}, or give more --tokens on an empty Redis; to start from scratch, pass --overwrite on "
+                "an empty Redis"
             )
             done = {"tokens": checkpoint.state.tokens, "checkpoint": str(checkpoint.folder)}
             structlog.get_logger().info("run_was_finished", run=self.bus.keys.run, **done, detail=detail)
@@ -204,7 +203,16 @@ class Start:
             data = await _retry(self.bus.read_spec)
         spec = codec.decode(Spec, data)
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
+        state = await _retry(self.bus.read_state)
+        if state is not None and state.phase is Phase.FINISHED:  # this syncer will end at once
+            detail = f"{self._extend}, or choose a different run name"
+            structlog.get_logger().info("run_was_finished", run=self.bus.keys.run, tokens=state.tokens, detail=detail)
         return spec
+
+    @property
+    def _extend(self) -> str:
+        """The remedy for a run that is finished."""
+        return f"to train further, run `diloco runs extend {self.bus.keys.run} --tokens N` and repeat the commands"
 
     def _saved(self) -> Checkpoint | None:
         """Return the newest checkpoint of this run; None if there is none, or if it should be ignored."""

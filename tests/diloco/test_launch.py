@@ -65,10 +65,12 @@ def test_a_folder_in_use_is_never_overwritten_unasked(tmp_path):
     used = tmp_path / "out"
     used.mkdir()
     (used / "thesis.txt").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match="something other than a run"):
+            prepare(RunProcess(out=used, overwrite=overwrite))
+    (used / "settings.toml").touch()
     with pytest.raises(UsageError, match=r"not empty.*--overwrite"):
         prepare(RunProcess(out=used))
-    with pytest.raises(UsageError, match="something other than a run"):
-        prepare(RunProcess(out=used, overwrite=True))
     assert (used / "thesis.txt").exists()
 
 

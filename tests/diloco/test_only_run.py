@@ -56,7 +56,7 @@ def test_of_several_runs_none_is_taken_and_of_none_none(
     """They are named, even if one has the default name."""
     given = [command, "--redis-url", server.url]
     assert main(given) == 1
-    assert capsys.readouterr().err == "error: no runs on this Redis\n"
+    assert capsys.readouterr().err.startswith("error: no runs on this Redis; start a syncer")
     for run in ("mine", "run"):
         asyncio.run(begin(server.url, run))
     assert main(given) == 2

@@ -52,7 +52,7 @@ def test_it_listens_to_others_only_with_a_password(
 ) -> None:
     monkeypatch.delenv("DILOCO_REDIS_PASSWORD", raising=False)
     assert cli.main(["redis", "--redis-bind", "0.0.0.0"]) == 2  # noqa: S104
-    assert "without a password" in capsys.readouterr().err
+    assert "without a password: set DILOCO_REDIS_PASSWORD" in capsys.readouterr().err
 
 
 @pytest.mark.redis

@@ -264,7 +264,8 @@ def test_a_quorum_beyond_the_live_learners_is_a_warning():
     """Everybody can see why nothing merges; a restarted learner is one learner; the bus's warnings follow."""
     reports = [samples.seen("a"), samples.seen("a", incarnation="1" * 8), samples.seen("b"), samples.seen("c", 60.0)]
     spec = samples.spec(quorum=3)
-    assert build(spec=spec, reports=reports, bus_warnings=["evicts"])["warnings"] == ["quorum 3 > 2 live", "evicts"]
+    told = "nothing is merged: the quorum is 3, and the run has 2 live learners; start 1 more"
+    assert build(spec=spec, reports=reports, bus_warnings=["evicts"])["warnings"] == [told, "evicts"]
     assert build(spec=samples.spec(quorum=2), reports=reports)["warnings"] == []
     drained = samples.run_state(phase=Phase.FINISHED)
     assert build(spec=spec, reports=reports, state=drained)["warnings"] == []
@@ -300,13 +301,14 @@ def test_status_is_read_from_the_bus():
         await asyncio.sleep(silence_s)
         return await read_status(bus, clock)
 
-    for silence_s in (1.0, 8000.0):
+    for silence_s, live in ((1.0, 1), (8000.0, 0)):
         status = run_virtual(main(silence_s))
-        assert status["phase"] == ("running" if silence_s < 5 else "waiting")
+        assert status["phase"] == ("running" if live else "waiting")
         assert status["evaluation"]["loss"] == 1499.0
         assert status["elapsed_s"] == silence_s
         assert status["learners"][0]["age_s"] == pytest.approx(silence_s)
-        assert status["warnings"][0] == f"quorum 2 > {1 if silence_s < 5 else 0} live"
+        has = "1 live learner; start 1" if live else "0 live learners; start 2"
+        assert status["warnings"][0] == f"nothing is merged: the quorum is 2, and the run has {has} more"
 
 
 def test_a_fragments_server_that_does_not_answer_is_told_from_a_head_that_is_gone():

@@ -503,6 +503,8 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
     """Nothing there, a pointer to nothing, bytes that are not safetensors, bytes that are not JSON."""
     with pytest.raises(UsageError, match="has no checkpoint yet"):
         load_checkpoint(tmp_path)
+    with pytest.raises(UsageError, match="no such checkpoint or folder"):
+        load_checkpoint(tmp_path / "nothing")
     (tmp_path / "latest").write_text("checkpoint-7\n")
     with pytest.raises(UsageError, match="checkpoint-7"):
         load_checkpoint(tmp_path)

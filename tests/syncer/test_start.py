@@ -469,6 +469,12 @@ async def test_a_checkpoint_of_a_run_that_was_draining_is_gone_on_from(tmp_path:
     service = world.start_syncer()
     await world.finish(*learners(world, first=20))
     assert service.status_at_exit == 0
+    with capture_logs() as log:
+        again = world.start_syncer(checkpoint_dir=None)
+        await world.syncer
+    (told,) = [one for one in log if one["event"] == "run_was_finished"]
+    assert again.status_at_exit == 0
+    assert f"run `diloco runs extend {RUN} --tokens N`" in told["detail"]
 
 
 @in_virtual_time

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.commits import Commit
-from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.errors import BusFull, BusUnavailable
 from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS
 from diloco.workers.exchange import carrier, first_version
@@ -125,6 +126,30 @@ async def test_who_lost_its_claim_leaves_the_upload_to_the_other(monkeypatch: py
     installed = [one.reason for one in await world.tape() if isinstance(one, Committed) and one.version == 0]
     assert installed == ["initial parameters of l1"] * FRAGMENTS
     await end(first, second)
+
+
+@in_virtual_time
+async def test_a_full_bus_is_said_and_tried_again_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it has memory: then the run begins."""
+    write, full = MemoryBus.write_chunks, [True]
+
+    async def write_chunks(self: MemoryBus, key: str, *args: Any) -> None:
+        if full and ":initial:" in key:
+            raise BusFull("its memory is full", "raise its maxmemory")
+        await write(self, key, *args)
+
+    monkeypatch.setattr(MemoryBus, "write_chunks", write_chunks)
+    world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
+    world.start_syncer()
+    with capture_logs() as log:
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await asyncio.sleep(20.0)
+    told = [one["error"] for one in log if one["event"] == "bus_full"]
+    assert set(told) == {"its memory is full; raise its maxmemory"}
+    assert 5 < len(told) < 20
+    full.clear()
+    await world.until_version(1, 30.0)
+    await end(learner)
 
 
 @pytest.mark.parametrize("lost", [range(FRAGMENTS), [3], [FRAGMENTS - 1]])

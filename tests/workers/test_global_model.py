@@ -119,7 +119,7 @@ def test_what_is_no_longer_the_runs_is_not_loaded(redis_server: str, monkeypatch
     assert keys
     spec = on_bus(redis_server, "gone", lambda bus: bus.read_spec())
     assert on_bus(redis_server, "gone", lambda bus: bus.replace_spec(encode(samples.spec()), spec))
-    with pytest.raises(SpecMismatch, match="choose another run name"):
+    with pytest.raises(SpecMismatch, match="choose a different run name"):
         learner.load_globals()
     learner.model.bias = nn.Parameter(torch.zeros(4))
     with pytest.raises(UsageError, match="parameter bias was replaced"):

@@ -68,7 +68,7 @@ def test_another_model_is_told_how_it_differs_from_the_runs(redis_server: str) -
     with a_syncer(redis_server, "other"), learner_of(redis_server, "other"):
         other = nn.Linear(3, 3)
         late = Learner(other, torch.optim.AdamW(other.parameters()), run="other", redis_url=redis_server)
-        with pytest.raises(SpecMismatch, match="choose another run name") as refused, late:
+        with pytest.raises(SpecMismatch, match="choose a different run name") as refused, late:
             pass
     assert "tensor weight: here [3, 3]" in str(refused.value)
     assert "tensor 0.weight: here absent, the run has [4, 4]" in str(refused.value)

@@ -26,6 +26,7 @@ class Version0:
         self._bus, self._member, self._agreement, self._carrier = member.bus, member, agreement, carrier
         self._fragments = range(len(member.layout.fragments))
         self._chunks: dict[int, int] = {}  # fragment that this learner has uploaded -> its number of chunks
+        self._waits = TIMES.retry.waits()  # after failed uploads
         self._announced: InitialUpload | None = None  # this learner's upload, once it was complete and announced
 
     async def ensure(self, nonce: str, *, trained: bool) -> None:
@@ -112,8 +113,11 @@ class Version0:
                 upload = self._word(nonce, trained)
                 if await self._bus.finish_initial(upload, TIMES.payload_ttl_s):
                     self._announced = upload
-        except BusError:  # the claim lapses, and this learner or another one begins again
+        except BusError as error:  # the claim lapses, and this learner or another one begins again
             self._chunks = {}
+            wait_s = next(self._waits)
+            member.outages.log_error(error, task="initial_upload", retry_s=wait_s)
+            await asyncio.sleep(wait_s)
 
     async def _keep_claim(self, nonce: str) -> None:
         ttl_s, retry = TIMES.initial_claim_ttl_s, self._member.outages.retry

@@ -51,7 +51,10 @@ def url_of(given: str | None) -> str:
         structlog.get_logger().warning("variable_unknown", detail=warning)
     url = settings.bus_url()
     if not url:
-        raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
+        raise UsageError(
+            "no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379 for a `diloco redis` "
+            "on this machine"
+        )
     return url
 
 

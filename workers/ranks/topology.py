@@ -163,7 +163,7 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise UsageError(
                 f"module {name or 'model'} is wrapped in FullyShardedDataParallel (FSDP1), which hides parameters in "
-                f"flat ones: use fully_shard. {SHARDS_ONLY}"
+                f"flat ones: use fully_shard; {SHARDS_ONLY}"
             )
         if isinstance(module, DistributedDataParallel):
             found = _same(found, tuple(distributed.get_process_group_ranks(module.process_group)), "the model's DDP")
@@ -227,12 +227,12 @@ def _check_sharded(name: str, tensor: Any, model: nn.Module) -> None:
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UsageError(
             f"parameter {name} is a DTensor, but fully_shard was not called on any module: tensor parallelism is not "
-            f"supported. {SHARDS_ONLY}"
+            f"supported; {SHARDS_ONLY}"
         )
     placements = tensor.placements
     shards = [one for one in placements if not isinstance(one, Replicate)]
     if len(shards) > 1 or any(type(one) is not Shard or one.dim != 0 for one in shards):
-        raise UsageError(f"parameter {name} is placed as {placements}: {SHARDS_ONLY}")
+        raise UsageError(f"parameter {name} is placed as {placements}; {SHARDS_ONLY}")
 
 
 def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Range]:

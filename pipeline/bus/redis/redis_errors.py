@@ -206,7 +206,7 @@ def _login_error(text: str, where: str, user: str) -> UsageError:
     else:
         of_user = f" of user {user!r}" if user else ""
         found = f"refuses the login{of_user}: name or password is wrong, or the user was deleted"
-    remedy = "set user and password in DILOCO_REDIS_URL, or ask the server's operator"
+    remedy = "set user and password in DILOCO_REDIS_URL (redis://[USER]:PASSWORD@HOST:PORT), or ask its operator"
     return LoginRefused(f"Redis at {where} {found}", remedy, text.rstrip("."))
 
 
