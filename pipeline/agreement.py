@@ -90,8 +90,6 @@ def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str =
         if name in settings.model_fields_set and getattr(settings, name) != spec[name]
     ]
     if differing:
-        follow = (
-            f"Leave these settings out to follow {who}; to use them, begin a new run (a different --run, no --resume)"
-        )
+        follow = f"Leave these settings out to follow {who}; to use them, begin a new run under a different name"
         raise SpecMismatch(f"this party and {who} disagree:\n" + "\n".join(differing) + f"\n{follow}.")
     return settings.model_copy(update={name: spec[name] for name in names})

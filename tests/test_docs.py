@@ -1,5 +1,6 @@
 """The documents are true where a machine can tell: links, commands, files, tests, generated pages."""
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -194,6 +195,39 @@ def test_each_reason_of_a_refusal_is_explained_where_one_watches() -> None:
     page = (ROOT / "docs/howto/watch.md").read_text()
     table = page.partition("## Why deltas are refused\n")[2].partition("\n## ")[0]
     assert sorted(re.findall(r"^\| `([a-z_]+)` \|", table, re.MULTILINE)) == sorted(RefusalReason)
+
+
+def shown_messages(text: str) -> list[str]:
+    """Messages and names of log events: the code in the first column of the tables of docs/reference/errors.md."""
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+
+
+def texts_of_the_product() -> list[str]:
+    """All strings of the product's code except docstrings, with a space for each value of an f-string."""
+    found = []
+    for file in (one for top in ("pipeline", "syncer", "workers", "diloco") for one in (ROOT / top).rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if id(node) not in docstrings:
+                found.append(" ".join(str(one.value) for one in parts if isinstance(one, ast.Constant)))
+    return found
+
+
+def test_the_messages_that_are_explained_are_those_of_the_code() -> None:
+    """Their fixed parts: words in capitals are placeholders, and a colon may join parts from two places."""
+    texts = texts_of_the_product()
+
+    def is_said(message: str) -> bool:
+        fixed = [one.strip(" :,;") for one in re.split(r"\b(?:N|NAME|HOST|FOLDER)\b|: ", message)]
+        return all(any(part in text for text in texts) for part in fixed)
+
+    messages = shown_messages((ROOT / "docs" / "reference" / "errors.md").read_text())
+    assert len(messages) > 40
+    assert not is_said("the run in FOLDER is asleep")
+    assert [message for message in messages if not is_said(message)] == []
 
 
 def test_what_readme_imports_is_there() -> None:

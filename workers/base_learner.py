@@ -239,8 +239,10 @@ class BaseLearner:
             except SpecMismatch as error:
                 if error.tensors or self._stopping.together:
                     raise
+                joined = None
+            if joined is None:
                 # A syncer may have replaced this learner's proposal by its checkpoint's spec: `_prepare` once more,
-                # which now follows that spec.
+                # which now follows that spec. Outside of `except`, so that a traceback has one error, not two.
                 self._stopping.install()
                 joined = self._join(self._prepare())
         except BaseException as error:
