@@ -106,14 +106,14 @@ def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
     Raises:
         UsageError: there is no intact checkpoint, or `out` exists already or is not a file.
     """
-    out = Path(os.path.realpath(out))  # the file behind a link is replaced, not the link
+    given, out = out, Path(os.path.realpath(out))  # the file behind a link is replaced, not the link
     if out.exists() and not out.is_file():
         raise UsageError(f"{out} is not a file: give a file name")
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: choose another name, or pass --overwrite")
     found = make_of_globals(checkpoint, partial(_written, out=out))
     elements = sum(tensor.nbytes for tensor in found.tensors.values()) // 4
-    typer.echo(f"{out}: {len(found.tensors)} tensors, {elements} elements, {found.origin}")
+    typer.echo(f"{given}: {len(found.tensors)} tensors, {elements} elements, {found.origin}")
 
 
 def _written(found: Globals, out: Path) -> Globals:

@@ -119,8 +119,9 @@ def long_rounds(asked: int, intervals: Iterable[int]) -> str | None:
     if not asked or longest <= LONG_ROUND * asked:
         return None
     return (
-        f"rounds take {longest} inner steps instead of {asked}, because merges arrive late: to shorten them, use a "
-        "nearer Redis, a smaller codec or longer steps (a larger batch) (doc: watch.md)"
+        f"rounds take {longest} inner steps instead of {asked}, because merges arrive late: to shorten them, give "
+        "the syncer cores of its own, or use longer steps (a larger batch), a nearer Redis or a smaller codec (doc: "
+        "watch.md)"
     )
 
 

@@ -112,8 +112,16 @@ class Settings(BaseSettings):
         return init_settings, InitSettingsSource(settings_cls, init_kwargs=variables), from_file
 
 
-class ServerSettings(Settings):
-    """Address of a Redis server, and how to log."""
+class LogSettings(Settings):
+    """How to log."""
+
+    section = "Logging"
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum severity of log lines")
+
+
+class RedisAddress(Settings):
+    """Address of a Redis server."""
 
     section = "Redis"
 
@@ -126,7 +134,6 @@ class ServerSettings(Settings):
     redis_ca: Path | None = expert(None, description="For rediss://: CA file of the issuer of its certificate")
     redis_cert: Path | None = expert(None, description="For rediss://: client certificate, if the server requires one")
     redis_key: Path | None = expert(None, description="For rediss://: key of the client certificate")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum severity of log lines")
 
     def bus_url(self) -> str | None:
         """Return the Redis URL with its password and certificate files; None if no Redis was named.
@@ -151,6 +158,12 @@ class ServerSettings(Settings):
                 hint,
             )
         return url
+
+
+class ServerSettings(LogSettings, RedisAddress):
+    """Address of a Redis server, and how to log."""
+
+    section = RedisAddress.section
 
 
 class BusSettings(ServerSettings):

@@ -160,7 +160,7 @@ def one_maxmemory(findings: Iterable[Finding]) -> list[Finding]:
 def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
     """Check that the connection is encrypted, and that the server does not let everybody in."""
     if address.own_machine:
-        yield ok("transport", f"{address.where}, on the same machine")
+        yield ok("transport", f"{address.where}, on the same machine{', with TLS' if address.tls else ''}")
         return
     if address.tls:
         yield ok("transport", f"TLS to {address.where}")
@@ -244,6 +244,8 @@ def clock(ahead_s: float, too_far_s: float) -> Finding:
     """
     away, which = abs(ahead_s), "ahead of" if ahead_s > 0 else "behind"
     found = f"this machine's clock is {as_time(away)} {which} the server's"
+    if away < 1e-3:
+        return ok("clock", "this machine's clock agrees with the server's to 1 ms")
     if away >= too_far_s:
         why = "a syncer would mistake a checkpoint that another one is saving for an abandoned one"
         return error("clock", f"{found}: {why}, and certificates may be refused", "synchronise both clocks with NTP")
@@ -432,7 +434,10 @@ def plan(run: Run, site: Site) -> Finding:
     sync = run.sync
     has = f"H = {sync.sync_interval}, P = {sync.fragments}, {sync.codec} deltas"
     name = "a run" if run.live is None else "the run"
-    found = f"{name} of {written(float(f'{run.params:.3g}'))} parameters, {counted(run.learners, 'learner')}, has {has}"
+    who = counted(run.learners, "learner")
+    if run.live is not None:
+        who = counted(run.live, "live learner") + (", computed for 1" if run.live == 0 else "")
+    found = f"{name} of {written(float(f'{run.params:.3g}'))} parameters, {who}, has {has}"
     if run.step_s is None:
         return ok("plan", f"{found}; pass --step-time to check whether the link and the merges keep up")
     planned = pace_of(site, run.learners, sync.overlap_steps, "auto", sync.global_codec, sync.outer)

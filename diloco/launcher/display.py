@@ -208,7 +208,7 @@ def _summary(status: Status) -> Columns:
         ("outer steps", str(status["outer_steps"])),
         ("merged", f"{count(status['merged_tokens'])} tokens, {merged_share(status['merged_share'])}"),
         ("lost", _lost(status["tokens_lost"])),
-        ("global validation loss", _loss(evaluation["loss"] if evaluation else None)),
+        ("global validation loss", _loss(evaluation["loss"]) if evaluation else "- (no evaluator yet)"),
     ]
     if status["outer_step"] is not None:
         facts.append(("outer step", _outer_step(status["outer_step"])))

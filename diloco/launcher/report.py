@@ -324,11 +324,14 @@ def ledger_line(report: Report) -> str:
     return f"{report['tokens']} trained = " + " + ".join(shown)
 
 
-def _loss(loss: float | None, measured: bool, curves: Collection[LossCurve]) -> list[str]:
-    """Return the lines about the global loss and those of learners; measured: whether it was measured at least once."""
+def _loss(loss: float | None, measured: bool, curves: Collection[LossCurve], nats: bool = True) -> list[str]:
+    """Return the lines about the global loss and those of learners.
+
+    measured: it was measured at least once. nats: in nats per token; the loss of an own loop may be any number.
+    """
     line = "the global validation loss is not known, because no evaluator has measured it"
     if measured:
-        line = f"global validation loss {'not a number' if loss is None else f'{loss:.4f}'} nats per token"
+        line = f"global validation loss {'not a number' if loss is None else f'{loss:.4f}'}{' nats per token' * nats}"
     return [line, *filter(None, [curve_line(curves)])]
 
 
@@ -358,7 +361,7 @@ def summary_so_far(status: Status, curves: Collection[LossCurve] = ()) -> str:
     lines = [
         f"{status['phase']}{why}: run {status['run']!r}, {_learners(learners, died)}, {trained(status)} in "
         f"{duration(status['elapsed_s'])}, {counted(status['outer_steps'], 'outer step')}",
-        *_loss(evaluation and evaluation["loss"], evaluation is not None, curves),
+        *_loss(evaluation and evaluation["loss"], evaluation is not None, curves, not status["own_loop"]),
         f"tokens: {ledger_line(account)}",
         f"merged share {merged_share(status['merged_share'])}",
         f"training blocked for at most {blocked:.2%} of the time",

@@ -165,6 +165,7 @@ def test_before_a_run_is_agreed_on_nothing_is_of_a_budget_of_0():
     for text in (plain_line(empty), text_of(empty, 200)):
         assert "no tokens yet" in text
         assert "0 of 0" not in text
+    assert "global validation loss - (no evaluator yet)" in text_of(empty, 200)
     assert "1000 tokens, budget not known yet" in plain_line(status(tokens=1000, budget_tokens=0))
 
 

@@ -167,6 +167,20 @@ def test_a_finished_run_waits_for_nobody(healthy: EmbeddedRedis, look: Look, cli
     assert "quorum" not in {one.about for one in findings}
 
 
+@pytest.mark.parametrize(
+    ("live", "said"),
+    [
+        (None, "a run of 250k parameters, 1 learner, has "),
+        (1, "the run of 250k parameters, 1 live learner, has "),
+        (0, "the run of 250k parameters, 0 live learners, computed for 1, has "),
+    ],
+)
+def test_a_plan_says_for_how_many_learners_it_is(live: int | None, said: str) -> None:
+    run = Run("r", SyncSettings().sync_spec(), 0.25e6, 1, None, (), live=live)
+    site = checks.site_of(run, machine(Speed(1e10, 8)), None)
+    assert checks.plan(run, site).found.startswith(said)
+
+
 def test_a_quorum_that_is_not_there_is_named() -> None:
     assert checks.quorum(2, 2).level == "ok"
     assert checks.quorum(1, 2) == checks.warning(
@@ -493,6 +507,8 @@ def test_who_shows_a_client_certificate_is_not_nobody() -> None:
     assert "accepts connections without a client certificate" in access.found
     (transport,) = checks.transport(shown._replace(password=True), nodes)
     assert transport.about == "transport"
+    (here,) = checks.transport(shown._replace(own_machine=True), nodes)
+    assert here.found == "10.0.0.1:6379, on the same machine, with TLS"
 
 
 def own_address() -> str:
@@ -561,7 +577,8 @@ async def test_a_line_too_slow_for_the_run_is_named_with_what_helps(healthy: Emb
 
 def test_a_clock_that_is_wrong_is_named_by_how_much_it_matters() -> None:
     """From an hour on, a syncer takes what others save for left over."""
-    assert checks.clock(-0.5, TIMES.abandoned_s).level == "ok"
+    assert checks.clock(-0.5, TIMES.abandoned_s).found == "this machine's clock is 0.5 s behind the server's"
+    assert checks.clock(4.6e-7, TIMES.abandoned_s).found == "this machine's clock agrees with the server's to 1 ms"
     behind, hours = checks.clock(-75.0, TIMES.abandoned_s), checks.clock(2 * TIMES.abandoned_s, TIMES.abandoned_s)
     assert (behind.level, hours.level) == ("warning", "error")
     assert "75.0 s behind" in behind.found
