@@ -1,6 +1,6 @@
 """Train your own model in your own loop as a learner: an LSTM learns to continue sequences with an unknown step.
 
-Start a syncer (`diloco syncer --run own-model`), then this script once per learner, all with DILOCO_REDIS_URL set.
+Start `diloco syncer --run own-model`, then this once per learner, each with its DILOCO_LEARNER_ID, and DILOCO_REDIS_URL.
 """
 
 import torch
