@@ -1,6 +1,6 @@
 """Train your own model in your own loop as a learner: an LSTM learns to continue sequences with an unknown step.
 
-Start `diloco syncer --run own-model`, then this per learner, each with a DILOCO_LEARNER_ID; all need DILOCO_REDIS_URL.
+Start `diloco syncer --run own-model`, then this once per learner, each with a DILOCO_LEARNER_ID and DILOCO_REDIS_URL.
 """
 
 import torch
