@@ -25,6 +25,7 @@ from diloco.pipeline.settings import (
     EvaluatorSettings,
     HttpSettings,
     LearnerSettings,
+    LogSettings,
     ServerSettings,
     Settings,
     SyncerSettings,
@@ -299,7 +300,7 @@ class SettingsCommand(TyperCommand):
             if (row := param.get_help_record(ctx)) is not None:
                 usual = "Arguments" if param.param_type_name == "argument" else "Options"
                 sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(row)
-        for heading, rows in sections.items():
+        for heading, rows in sorted(sections.items(), key=lambda one: one[0] == LogSettings.section):
             with formatter.section(heading):
                 formatter.write_dl(rows)
 

@@ -5,11 +5,7 @@ report and the page of its last moment; if `diloco run` did not start it, there 
 """
 
 import asyncio
-import shutil
-import sys
-import textwrap
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +78,7 @@ def command(settings: ViewSettings, folder: ReportFolder = None, html: Html = No
     if html is not None:
         typer.echo(write_page(model_of(folder), html))
     elif (folder / REPORT_FILE).is_file():
-        _show(summary(read_report(folder / REPORT_FILE)))
+        typer.echo(summary(read_report(folder / REPORT_FILE)))
     else:
         why = ended_without_report(folder) if (folder / RUN_FILE).is_file() else f"{folder} has no {REPORT_FILE}"
         raise UsageError(why, "to create a page from its tape, pass --html FILE")
@@ -111,7 +107,7 @@ async def _poll(url: str, run: str, known: bool) -> tuple[Model, Status]:
 
 def _tell(model: Model, status: Status, place: Place, html: Path | None) -> None:
     if html is None:
-        _show(summary_so_far(status, model["curves"].values()))
+        typer.echo(summary_so_far(status, model["curves"].values()))
         if place.page:
             typer.echo(f"page       {place.page}")
         return
@@ -119,13 +115,6 @@ def _tell(model: Model, status: Status, place: Place, html: Path | None) -> None
         now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         model |= {"notes": [f"This page is a snapshot: it shows the run as of {now}.", *model["notes"]]}
     typer.echo(write_page(model, html))
-
-
-def _show(text: str) -> None:
-    """Print lines, broken at words on a terminal."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    typer.echo("\n".join(map(wrap, text.splitlines())))
 
 
 def model_of(folder: Path) -> Model:

@@ -120,8 +120,8 @@ class LogSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum severity of log lines")
 
 
-class RedisAddress(Settings):
-    """Address of a Redis server."""
+class ServerSettings(LogSettings):
+    """Address of a Redis server, and how to log."""
 
     section = "Redis"
 
@@ -158,12 +158,6 @@ class RedisAddress(Settings):
                 hint,
             )
         return url
-
-
-class ServerSettings(LogSettings, RedisAddress):
-    """Address of a Redis server, and how to log."""
-
-    section = RedisAddress.section
 
 
 class BusSettings(ServerSettings):

@@ -93,11 +93,7 @@ class Evaluator:
         Raises:
             SpecMismatch, RunReplaced, UsageError: see `evaluate`.
         """
-        try:
-            in_own_loop(self._follow())
-        except DilocoError as error:
-            without_traceback(error)
-            raise
+        in_own_loop(self._follow())
 
     def stop(self) -> None:
         """End `follow` after its current measurement. Call it from another thread or a signal handler."""
@@ -122,6 +118,9 @@ class Evaluator:
         try:
             if not self._stopped.is_set():
                 await follow(self._url, self._run, self._of, stop)
+        except DilocoError as error:
+            without_traceback(error)
+            raise
         finally:
             self._following = None
 

@@ -435,8 +435,7 @@ def plan(run: Run, site: Site) -> Finding:
     has = f"H = {sync.sync_interval}, P = {sync.fragments}, {sync.codec} deltas"
     name = "a run" if run.live is None else "the run"
     who = counted(run.learners, "learner")
-    if run.live is not None:
-        who = counted(run.live, "live learner") + (", computed for 1" if run.live == 0 else "")
+    who += "" if run.live is None else " live" if run.live else " (none is live yet)"
     found = f"{name} of {written(float(f'{run.params:.3g}'))} parameters, {who}, has {has}"
     if run.step_s is None:
         return ok("plan", f"{found}; pass --step-time to check whether the link and the merges keep up")

@@ -325,10 +325,7 @@ def ledger_line(report: Report) -> str:
 
 
 def _loss(loss: float | None, measured: bool, curves: Collection[LossCurve], nats: bool = True) -> list[str]:
-    """Return the lines about the global loss and those of learners.
-
-    measured: it was measured at least once. nats: in nats per token; the loss of an own loop may be any number.
-    """
+    """Return the lines about the global loss, in nats per token unless an own loop measured it, and the learners'."""
     line = "the global validation loss is not known, because no evaluator has measured it"
     if measured:
         line = f"global validation loss {'not a number' if loss is None else f'{loss:.4f}'}{' nats per token' * nats}"

@@ -171,8 +171,8 @@ def test_a_finished_run_waits_for_nobody(healthy: EmbeddedRedis, look: Look, cli
     ("live", "said"),
     [
         (None, "a run of 250k parameters, 1 learner, has "),
-        (1, "the run of 250k parameters, 1 live learner, has "),
-        (0, "the run of 250k parameters, 0 live learners, computed for 1, has "),
+        (1, "the run of 250k parameters, 1 learner live, has "),
+        (0, "the run of 250k parameters, 1 learner (none is live yet), has "),
     ],
 )
 def test_a_plan_says_for_how_many_learners_it_is(live: int | None, said: str) -> None:

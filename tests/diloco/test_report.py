@@ -29,7 +29,6 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.status import build_status
-from diloco.report import _show
 from diloco.tape import as_json, as_text, read_archive
 from tests import samples
 
@@ -289,21 +288,6 @@ def test_the_loss_of_an_own_loop_has_no_unit():
     said = [summary_so_far(build_status("r", spec, samples.run_state(), *given, 1100.0)) for spec in (own, trained)]
     lines = [next(line for line in one.splitlines() if "validation loss" in line) for one in said]
     assert lines == ["global validation loss 1.5000", "global validation loss 1.5000 nats per token"]
-
-
-@pytest.mark.parametrize(("terminal", "longest"), [(True, 40), (False, 80)])
-def test_a_report_is_broken_at_words_on_a_terminal_only(
-    terminal: bool, longest: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """A path stays whole, to be copied."""
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
-    path = "/a-path/" + "-x" * 30
-    _show(f"{'word ' * 16}\n{path}")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == path
-    assert max(map(len, lines[:-1])) <= longest
-    assert (len(lines) > 2) is terminal
 
 
 def test_tokens_at_a_moment_are_interpolated():
