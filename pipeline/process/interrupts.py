@@ -42,9 +42,8 @@ def restore_keyboard_interrupt() -> None:
 def without_traceback(error: BaseException) -> None:
     """Print no traceback if this error ends the program. A program that catches it sees it as it is.
 
-    After Ctrl-C nothing is printed: the learner has left its run, and nothing has failed. A DilocoError is the run's
-    last word to this party, not a mistake in the program: its message is printed, and the exit status is that of a
-    command. If the program has a hook of its own for uncaught errors, that prints.
+    After Ctrl-C nothing is printed: the learner has left its run, and nothing has failed. Of a DilocoError the message
+    is printed, unless the program has a hook of its own, and the exit status is that of a command.
     """
     if isinstance(error, (KeyboardInterrupt, DilocoError)):
         error.add_note(_NOTE)
