@@ -209,7 +209,7 @@ def _helps(
     if by_outer:
         yield f"start the run with {CHEAPER}"
     if longer:
-        yield f"start the run with longer rounds (--sync-interval {longer}; a short run with 48 ended 8 % higher)"
+        yield f"start the run with longer rounds (--sync-interval {longer}; a short run with 48 ended 6 to 8 % higher)"
     if by_outer:
         return
     yield "give the syncer more cores, or a machine that it shares with fewer processes"

@@ -273,6 +273,10 @@ def longer_interval() -> Iterator[list[float]]:
         against = [] if run == base else [percent(mean(values(run)), mean(values(base))), *changes(run, base)]
         syncer_s = mean(one.syncer_s or 0.0 for one in summaries(run))
         yield [mean(values(run)), *values(run), *against, merged(run), syncer_s]
+    base = f"{base}, no warm-up"
+    for run in (base, "intervals/H = 48, no warm-up", "intervals/H = 96, no warm-up"):
+        against = [] if run == base else changes(run, base)
+        yield [*values(run), *against, merged(run), mean(one.syncer_s or 0.0 for one in summaries(run))]
 
 
 def round_trips() -> Iterator[list[float]]:
