@@ -98,6 +98,9 @@ async def test_a_minute_without_merges_is_a_gap(page: Tab) -> None:
         begins, bars = await page.value(f"import('/page/rates.js').then((it) => it.bars({sums}, 0, 1, 0, 83, 100))")
         assert begins == [0, 10, 20, 30, 40, 50, 60, 70, 80]
         assert bars == [54, 60, 0, 0, 0, 0, 60, 60, None]
+        # Nothing is known when the first bar begins: what is known first counts from there.
+        first = "import('/page/rates.js').then((it) => it.bars([null, null, 7, 9, 9, 10], 0, 5, 0, 30, 0))"
+        assert (await page.value(first))[1] == [None, 12, 6]
         assert (await page.value("import('/page/rates.js').then((it) => it.bars([9, 9, 3, 4], 0, 10, 0, 40, 0))"))[
             1
         ] == [*(0, 0, None, 6)]
@@ -158,6 +161,74 @@ async def test_many_learners_are_alike_and_one_absurd_loss_hides_none(page: Tab)
         assert await page.value(names) == ["median of 40 learners"]
         assert await page.value("diloco.charts.plots.get('loss').scales.y.max") < 10
         assert page.errors == []
+
+
+@pytest.mark.parametrize("height", [800, 3000], ids=["scrolled", "taller than the page"])
+@pytest.mark.parametrize("width", [420, 1100, 1400])
+@pytest.mark.parametrize("kept", [False, True], ids=["served", "as a file"])
+async def test_no_chart_is_drawn_over_another(page: Tab, tmp_path: Path, kept: bool, width: int, height: int) -> None:
+    """Each is as wide as its cell, from its first picture on, however many of them have something to show."""
+    await page.size(width, height)
+    model = made_up(infos=[None])
+    async with page_of(Still(model)) as address:
+        file = tmp_path / "report.html"
+        file.write_text(one_file(model.snapshot(), "run"), "utf-8")
+        await page.open(file.as_uri() if kept else address)
+        await page.until("globalThis.diloco?.charts.plots.has('rate')")
+        await page.value("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))")
+        cells = await page.value(
+            "[...document.querySelectorAll('.chart')].filter((one) => one.querySelector('canvas')).map((one) => {"
+            "  const plot = one.firstElementChild.getBoundingClientRect();"
+            "  const cell = one.closest('section').getBoundingClientRect();"
+            "  return [one.clientWidth, one.querySelector('canvas').offsetWidth,"
+            "    plot.left, plot.right, plot.top, plot.bottom, cell.left, cell.right]; })"
+        )
+        assert len(cells) >= 2
+        boxes = []
+        for inner, canvas, left, right, top, bottom, cell_left, cell_right in cells:
+            assert cell_left <= left < right <= cell_right
+            assert inner - 90 < canvas <= inner
+            boxes.append((left, right, top, bottom))
+        for n, (left, right, top, bottom) in enumerate(boxes):
+            for other_left, other_right, other_top, other_bottom in boxes[:n]:
+                assert right <= other_left or other_right <= left or bottom <= other_top or other_bottom <= top
+        strips = "[...document.querySelectorAll('.strips')]"
+        assert await page.value(f"{strips}.every((one) => one.scrollWidth <= one.clientWidth)")
+        assert page.errors == []
+
+
+async def test_a_page_without_data_says_that_it_loads(page: Tab) -> None:
+    """Not a blank one; and the line goes when the run is shown."""
+    model = made_up()
+    collector = Still(model)
+    collector._number = 0  # it has not looked yet
+    async with page_of(collector) as address:
+        await page.open(address)
+        await page.until("document.body?.innerText.trim() === 'Loading the run …'")
+        collector._number = 1
+        collector._news.set()
+        await page.until("!document.getElementById('run').hidden")
+        assert "Loading" not in await page.value("document.body.innerText")
+
+
+@pytest.mark.parametrize("polls", [1, 2])
+async def test_a_chart_of_one_moment_is_left_out(page: Tab, polls: int) -> None:
+    """A page of a finished run has looked at Redis once."""
+    async with page_of(Still(made_up(infos=[BusInfo("id", "7", 5, 9)] * polls))) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.charts.plots.has('rate')")
+        assert await page.value("document.getElementById('redis').closest('section').hidden") is (polls == 1)
+
+
+async def test_a_bad_beginning_does_not_flatten_the_losses(page: Tab) -> None:
+    """Neither after 20 s, when it is much of what is known, nor after minutes; without one all is shown."""
+    async with page_of(Still(made_up())) as address:
+        await page.open(address)
+        for long in (20, 400):
+            losses = [40.0, 30.0, 15.0, 5.0, *(2.0 + 2.0 / (1 + n) for n in range(long - 4))]
+            top = (await page.value(f"import('/page/loss.js').then((it) => it.lossRange([{losses}]))"))[1]
+            assert 2.1 < top < 8
+        assert (await page.value("import('/page/loss.js').then((it) => it.lossRange([[8, 7, 6, 5, null]]))"))[1] > 8
 
 
 @pytest.mark.parametrize("width", [700, 1000, 1400])
@@ -309,7 +380,7 @@ async def test_no_word_of_a_tile_is_broken(page: Tab, width: int) -> None:
 
 
 async def test_tile_axis_and_events_go_by_one_clock(page: Tab) -> None:
-    """The run's time: 0:00 is when it began. What was before is below it, and a lane that is drawn from there on does
+    """The run's time: 0:00 is when it began. What was before is said to be, and a lane that is drawn from there on does
     not move it. The axis says so."""
     joined = Event(name="learner_joined", who="l0", detail="", unix_s=1970.0)
     async with page_of(Still(made_up(events=[joined]))) as address:
@@ -318,7 +389,7 @@ async def test_tile_axis_and_events_go_by_one_clock(page: Tab) -> None:
         assert await page.value("diloco.model.coarse.begin") == 1970
         assert await page.value("diloco.charts.plots.get('fate').scales.x.min") == 0  # parties started before that
         assert await page.value("document.getElementById('tiles').lastElementChild.innerText") == "run time\n0:10"
-        assert await page.value("document.getElementById('events').textContent") == "-0:20  l0 joined"
+        assert await page.value("document.getElementById('events').textContent") == "before 0:00  l0 joined"
         axis = "diloco.charts.plots.get('fate').axes[0].label"
         assert await page.value(axis) == "run time (0:00: the run began)"
 

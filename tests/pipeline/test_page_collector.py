@@ -267,6 +267,11 @@ async def test_who_comes_late_sees_the_run_from_its_first_second() -> None:
         for at_s in (20, 45, 75, 110, 140):
             wanted, found = (at(one["coarse"], name, begun_s + at_s) for one in (seen, came))
             assert found == pytest.approx(wanted, rel=0.1, abs=30), (name, at_s)
+    for one in (seen, came):
+        assert (
+            next(sum for sum in one["coarse"]["series"]["merges"] if sum is not None) == 0
+        )  # the first ones are growth
+        assert [mark["who"] for mark in one["marks"] if mark["what"] == "went silent"] == ["l1"]
     assert seconds(came["coarse"], "L/l1", LearnerBits.GONE) == pytest.approx(30, abs=4)
     assert seconds(came["coarse"], "L/l0", LearnerBits.TRAINING) == pytest.approx(150, abs=4)
     assert came["learners"]["l1"]["lives"] == 2
@@ -336,6 +341,35 @@ async def test_a_finished_run_stands_still_however_late_one_looks() -> None:
     assert before["sentence"]["level"] == second["sentence"]["level"] == "over"
     heard = [{name: row["heard_s"] for name, row in one["learners"].items()} for one in (first, second)]
     assert heard[0] == heard[1]
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["nobody told of it", "an event told of it"])
+@pytest.mark.parametrize("back", [False, True], ids=["for good", "and came back"])
+def test_who_died_in_a_finished_run_is_told_once(back: bool, told: bool) -> None:
+    """By a page that is opened after the end: 60 s before it, l1 was heard last, and its event came a little later."""
+    lives = [("l0", "0", 0.5, 90.0, True), ("l1", "1", 60.0, 30.0, False)]
+    lives += [("l1", "2", 0.5, 30.0, True)] if back else []
+    reports = [
+        samples.seen(name, age_s=1000 + age_s, incarnation=life * 8, wall_s=wall_s, left=left, step=9)
+        for name, life, age_s, wall_s, left in lives
+    ]
+    state = samples.run_state(phase="finished", started_unix_s=900.0)
+    killed = Event(name="learner_killed", who="l1", detail="", unix_s=941.0)
+    model = PageModel("run")
+    model.see(
+        Poll(
+            now_s=2000.0,
+            status=build_status("run", samples.spec(), state, reports, [], None, [], 2000.0, 5.0),
+            began_s=900.0,
+            events=[killed] if told else [],
+        )
+    )
+    model.patch()
+    found = model.snapshot()
+    marks = [(mark["who"], mark["what"], mark["at_s"]) for mark in found["marks"]]
+    assert marks == ([("l1", "killed", 941.0)] if told else [("l1", "went silent", 940.0)])
+    assert seconds(found["coarse"], "L/l1", LearnerBits.GONE) == pytest.approx(29.5 if back else 59.5, abs=2)
+    assert seconds(found["coarse"], "L/l0", LearnerBits.GONE) == 0
 
 
 # --- bounds ----------------------------------------------------------------------------------------------

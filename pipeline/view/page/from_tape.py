@@ -42,12 +42,12 @@ def _lives(merges: Sequence[Committed]) -> list[_Life]:
     return sorted(lives.values(), key=lambda one: one.ended_s)
 
 
-def _learner(life: _Life, now_s: float) -> LearnerStatus:
+def _learner(life: _Life, last: bool, now_s: float) -> LearnerStatus:
     return {
         "id": life.learner,
         "incarnation": life.incarnation,
         "live": False,
-        "left": False,
+        "left": last,  # a tape does not say that it died
         "step": life.merges,  # not 0: it has made steps, but the tape does not say how many
         "tokens": 0,
         "tokens_per_s": 0.0,
@@ -96,6 +96,7 @@ def model_of_tape(name: str, records: Sequence[TapeRecord], layout: Layout | Non
         return None
     last = {one.fragment: one for one in merges}
     lives = _lives(merges)
+    newest = {life.learner: life for life in lives}
     now_s, begun_s = max(one.unix_s for one in records), min(one.began_s for one in lives)
     shares = _shares(layout, last)
     sums = {kind: sum(by for _, by in steps) for kind, steps in grown(records, (), shares).items()}
@@ -113,15 +114,14 @@ def model_of_tape(name: str, records: Sequence[TapeRecord], layout: Layout | Non
         "outer_steps": int(sums["merges"]),
         "refused": refused,
         "elapsed_s": now_s - begun_s,
-        "learners": [_learner(life, now_s) for life in lives],
+        "learners": [_learner(life, life is newest[life.learner], now_s) for life in lives],
         "fragments": [_fragment(last[p]) for p in sorted(last)],
     }
     model = PageModel(name)
     model.see(Poll(now_s=now_s, status=status, shares=shares, began_s=begun_s, records=records))
     model.patch()
-    names = {life.learner for life in lives}
     text = (
-        f"According to its tape, the run made {counted(len(merges), 'merge')} of {counted(len(names), 'learner')} in "
+        f"According to its tape, the run made {counted(len(merges), 'merge')} of {counted(len(newest), 'learner')} in "
         f"{duration(now_s - begun_s)}: {count(sums['merged'])} tokens merged, {count(sums['rejected'])} rejected."
     )
     return model.snapshot() | {"notes": [NOTE], "sentence": make_verdict("over", text)}

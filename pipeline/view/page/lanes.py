@@ -140,6 +140,8 @@ class LearnerLife:
         self._step = 0
         self._left = False
         self._more = LearnerBits(0)
+        self.gaps: list[float] = []
+        """When incarnations that ended without leaving were last heard; whoever reads it clears it."""
 
     def draw(
         self, times: Sequence[Timeline], learner: LearnerStatus, publishing: bool, behind: int, now_s: float, over: bool
@@ -190,6 +192,7 @@ class LearnerLife:
         began_s = heard_s - learner.get("wall_s", 0.0)
         if self._incarnation and not self._left and began_s > self._heard_s + SILENT_S:
             _mark(times, lane, self._heard_s + SILENT_S, began_s, LearnerBits.GONE)
+            self.gaps.append(self._heard_s)
         if learner["step"]:
             _mark(times, lane, began_s, heard_s, LearnerBits.TRAINING)
             _mark(times, lane, began_s, began_s, LearnerBits.BEGAN)

@@ -28,6 +28,8 @@ FINE_S, COARSE_S = 0.5, 0.25
 MAX_LANES = 512
 MAX_MARKS = 400
 MAX_LOSSES = 2000
+# A learner that was heard from this shortly before the end of a finished run has not gone silent.
+ENDING_S = 10.0
 # If a run claims to have begun earlier, only this much of it is drawn.
 OLDEST_S = 400 * 86400.0
 # Events that are marked on the page, with their labels.
@@ -137,13 +139,16 @@ class PageModel:
                 self._mark(
                     Mark(min(poll.began_s, now_s), "was resumed", "the run", status["reason"].partition("resumed ")[2])
                 )
+            elif self._status is not None and poll.origin_s == poll.began_s:  # it has begun since the last poll
+                for one in self._times:
+                    one.put("merges", poll.began_s, 0.0)
             self._began_s, self._origin_s = poll.began_s, min(poll.began_s, now_s)
         self._count(poll)
         for event in poll.events:
             if event.name in NAMES:
                 self._mark(Mark(min(event.unix_s, now_s), NAMES[event.name], event.who, event.detail))
                 if event.name in ENDS and len(self._ended_s) < MAX_LANES:
-                    self._ended_s[event.who] = now_s
+                    self._ended_s[event.who] = event.unix_s if self._status is None else now_s
                 elif event.name == "syncer_died":
                     self._syncers.died(event.who)
         for mark in self._syncers.see(status, poll.records, now_s):
@@ -227,6 +232,7 @@ class PageModel:
         assert self._times is not None  # noqa: S101  # `_begin` has set it
         lives = Counter(one["id"] for one in status["learners"])
         over = status["phase"] == Phase.FINISHED
+        end_s = now_s if self._began_s is None else self._began_s + status["elapsed_s"]
         heads = {one["id"]: one["version"] for one in status["fragments"]}
         members = {name for one in status["fragments"] for name in one["window"]["members"]}
         rows: Model = {}
@@ -236,11 +242,17 @@ class PageModel:
                 continue
             behind = sum(version < heads.get(p, version) for p, version in enumerate(learner["versions"]))
             life = self._lives.setdefault(name, LearnerLife())
-            does = life.draw(self._times, learner, name in members, behind, now_s, over)
-            silent, heard_s = not (learner["live"] or learner["left"] or over), now_s - learner["age_s"]
-            if silent and self._ended_s.get(name, -math.inf) < heard_s:  # no event has said that it ended
+            heard_s = now_s - learner["age_s"]
+            ended = over and heard_s > end_s - ENDING_S
+            does = life.draw(self._times, learner, name in members, behind, now_s, ended)
+            gaps, life.gaps = life.gaps, []
+            if not (learner["live"] or learner["left"] or ended):
+                gaps.append(heard_s)
+            for gap_s in gaps:
+                if self._ended_s.get(name, -math.inf) < gap_s:  # no event has said that it ended
+                    self._mark(Mark(gap_s, "went silent", name))
+            if gaps:
                 self._ended_s[name] = now_s
-                self._mark(Mark(heard_s, "went silent", name))
             rows[name] = _learner(learner, does, behind, lives[name], now_s)
         return rows
 

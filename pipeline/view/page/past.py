@@ -41,8 +41,8 @@ def put_sums(times: Sequence[Timeline], grew: Mapping[str, Steps], now: Mapping[
     """Draw sums over time such that they end at their current values."""
     for name, steps in grew.items():
         total = now[name] - sum(by for _, by in steps)
-        if steps:
-            _put(times, name, min(steps[0][0], now_s), max(0, total))
+        for one in times if steps else ():  # a bucket before the first, whose own sum is that at its end
+            one.put(name, min(steps[0][0], now_s) - one.step_s, max(0, total))
         for at, by in steps:
             total += by
             _put(times, name, min(at, now_s), max(0, total))

@@ -38,6 +38,7 @@ function span() {
 
 function draw() {
   asked = false;
+  if (element("run").hidden) return;
   const began = performance.now();
   const shown = span();
   head(model);
@@ -135,18 +136,26 @@ function controls() {
     chartsAt = -Infinity;
     soon();
   });
+  // A scrollbar that comes with the first lanes makes it narrower: draw anew before the screen shows it.
+  let wide = 0;
+  new ResizeObserver(() => {
+    if (wide === element("run").clientWidth) return;
+    wide = element("run").clientWidth;
+    chartsAt = -Infinity;
+    draw();
+  }).observe(element("run"));
   element("as-table").addEventListener("toggle", () => tables(model));
 }
 
 function show() {
-  element("ask").hidden = true;
+  element("ask").hidden = element("loading").hidden = true;
   element("run").hidden = false;
 }
 
 /** Ask for a token, and show nothing meanwhile. @param {Stream} stream @param {boolean} again */
 function ask(stream, again) {
   model.snapshot({});
-  element("run").hidden = true;
+  element("run").hidden = element("loading").hidden = true;
   element("ask").hidden = false;
   put("ask-why", again ? "That is not the token of this run." : "");
   const input = /** @type {HTMLInputElement} */ (element("token"));
@@ -180,7 +189,7 @@ function start() {
       }
       soon();
     },
-    (words) => put("link", words),
+    (words) => ["link", "loading"].forEach((id) => put(id, words)),
     (again) => ask(stream, again),
   );
   const given = new URLSearchParams(location.hash.slice(1)).get("token");

@@ -3,7 +3,7 @@
 import { lossLacks, lossLines, lossRange, tokensAt } from "./loss.js";
 import { colour, woven } from "./palette.js";
 import { bars, carried, rate } from "./rates.js";
-import { clock, counted, percent, put, sized } from "./words.js";
+import { clock, counted, element, percent, put, sized } from "./words.js";
 
 /** @typedef {import("./model.js").Model} Model */
 /** @typedef {{times: import("./model.js").Times, begin: number, end: number, origin: number}} Span */
@@ -91,7 +91,13 @@ export class Charts {
       (one) => one.toFixed(one < 10 ? 1 : 0), range);
     const traffic = ["received", "sent"].map((name) => rates(name, over));
     this.lines("bytes", at, [["in", "uploading", traffic[0]], ["out", "publishing", traffic[1], [6, 4]]], sized, range);
-    this.lines("redis", at, [["used", "adopting", of("redis")]], sized, range);
+    const polls = (times.series.get("redis") ?? []).filter((one) => one !== null).length; // of a finished run there is one
+    this.lines("redis", at, [["used", "adopting", polls > 1 ? of("redis") : at.map(() => null)]], sized, range);
+    // Cells are narrower once all charts that have something to show are there.
+    for (const [id, plot] of this.plots) {
+      const width = element(id).clientWidth;
+      if (width && plot.width !== width) plot.setSize({ width, height: plot.height });
+    }
   }
 
   /** @param {number[]} at @param {(name: string) => (number|null)[]} of @param {[number, number]} range */
@@ -197,7 +203,7 @@ export class Charts {
    * @param {(one: number) => string} writeX @param {[number, number] | null} [range]
    */
   draw(id, data, series, write, writeX, range = null) {
-    const root = /** @type {HTMLElement} */ (document.getElementById(id));
+    const root = element(id);
     const section = /** @type {HTMLElement} */ (root.closest("section"));
     const height = id === "loss" ? LOSS_HEIGHT : HEIGHT;
     const there = this.plots.get(id);
@@ -208,7 +214,6 @@ export class Charts {
     if (!any || (!width && !there)) return there?.setData(data);
     if (there) {
       there.span = range;
-      if (width && there.width !== width) there.setSize({ width, height });
       there.setData(data);
       return last(there);
     }

@@ -116,13 +116,14 @@ function sorted(values) {
 
 /**
  * @param {(number|null)[][]} lines
- * @returns {[number, number]} what the axis shows: all but rare losses far above the rest
+ * @returns {[number, number]} what the axis shows: all but losses far above the rest, rare ones and those of the first quarter
  */
 export function lossRange(lines) {
   const there = sorted(lines.flat());
   if (!there.length) return [0, 1];
-  const [low, usual] = [there[0], there[Math.floor(0.95 * (there.length - 1))]];
-  const high = Math.min(there[there.length - 1], usual + 2 * (usual - low));
+  const later = sorted(lines.flatMap((line) => line.slice(line.length >> 2)));
+  const [low, usual] = [there[0], later[Math.floor(0.95 * (later.length - 1))] ?? there[there.length - 1]];
+  const high = Math.min(there[there.length - 1], usual + 3 * (usual - low));
   const edge = 0.05 * (high - low) || 0.05 * Math.abs(low) || 1;
   return [low - edge, high + edge];
 }

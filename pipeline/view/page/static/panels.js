@@ -91,7 +91,7 @@ export function lists(model) {
     `${one.id}${one.leads ? " leads, and" : ""} serves ${numbered(one.fragments, "fragment")}`);
   list(element("syncers"), syncers.length ? syncers : ["none is here"]);
   const events = [...model.marks].sort((a, b) => b.at_s - a.at_s).slice(0, MAX_EVENTS).map((one) =>
-    `${clock(one.at_s - model.origin)}  ${one.who} ${one.what}${one.detail && !["joined", "left"].includes(one.what) ? `: ${one.detail}` : ""}`);
+    `${one.at_s < model.origin - 0.5 ? "before " : ""}${clock(one.at_s - model.origin)}  ${one.who} ${one.what}${one.detail && !["joined", "left"].includes(one.what) ? `: ${one.detail}` : ""}`);
   list(element("events"), events.length ? events : ["nothing yet"]);
 }
 

@@ -45,11 +45,12 @@ export function rate(sums, step, over) {
 export function bars(sums, first, step, begin, end, origin) {
   const long = BAR_S.find((one) => one >= step && (end - begin) / one <= BARS) ?? BAR_S[BAR_S.length - 1];
   const sum = (/** @type {number} */ when) => sums[Math.min(sums.length, Math.floor(when / step) - first) - 1] ?? null;
+  const known = sums.find((one) => one !== null); // what grows in a bar before it is known counts from there
   const begins = [];
   for (let at = origin + Math.floor((begin - origin) / long) * long; at < end; at += long) begins.push(at);
   return [begins, begins.map((at) => {
-    const [from, to] = [sum(Math.max(at, first * step + step)), sum(Math.min(at + long, end))];
+    const [from, to] = [sum(at) ?? known, sum(Math.min(at + long, end))];
     const took = Math.min(at + long, end) - at;
-    return from === null || to === null || to < from || took < long / 2 ? null : ((to - from) * 60) / took;
+    return from == null || to === null || to < from || took < long / 2 ? null : ((to - from) * 60) / took;
   })];
 }

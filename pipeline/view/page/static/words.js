@@ -34,11 +34,10 @@ export function sized(bytes) {
 
 /** @param {number} seconds @returns {string} '2:03', '1:02:03' */
 export function clock(seconds) {
-  const whole = Math.round(Math.abs(seconds));
+  const whole = Math.round(Math.max(0, seconds));
   const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
   const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
-  const text = hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
-  return seconds < -0.5 ? `-${text}` : text;
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
 }
 
 /** @param {number | null | undefined} share @returns {string} */
