@@ -9,9 +9,9 @@ from diloco.pipeline.view.status import build_status
 from tests import samples
 
 
-def merge(fragment: int, version: int, syncer: str, unix_s: float) -> Committed:
+def merge(fragment: int, version: int, syncer: str, unix_s: float, incarnation: str = "0" * 8) -> Committed:
     part = Contribution(
-        **{"learner": "l0", "incarnation": "0" * 8, "base_version": version - 1, "attempt": 0},
+        **{"learner": "l0", "incarnation": incarnation, "base_version": version - 1, "attempt": 0},
         **{"steps": 1, "tokens": 1, "weight": 1.0, "norm": 1.0},
     )
     return Committed(
@@ -112,6 +112,13 @@ def test_a_page_that_was_not_there_sees_a_takeover_on_the_tape() -> None:
     page = Watched()
     assert page.see(1072.0, "b", records=records) == [told]
     assert page.see(1073.0, "b", records=[merge(0, 3, "b", 1072.5)]) == []
+
+
+def test_an_extended_run_is_not_taken_over() -> None:
+    """All its parties are new: nobody who was in the first part's merges goes on."""
+    records = [merge(p, 1, "a", 1010.0 + p) for p in range(2)]
+    records += [merge(p, version, "b", 1100.0 + 2 * version + p, "1" * 8) for version in (2, 3) for p in range(2)]
+    assert Watched().see(1120.0, "b", records=records) == []
 
 
 def test_a_resumed_run_says_from_where() -> None:

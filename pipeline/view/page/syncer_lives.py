@@ -38,8 +38,8 @@ class SyncerLives:
         """Syncers seen here whose death an event has told. Such a syncer stays announced until that expires."""
         self._here = set[str]()
         """Those present at the last poll."""
-        self._merged: dict[int, tuple[str, float]] = {}
-        """By fragment: the syncer of its last merge, and when that was."""
+        self._merged: dict[int, tuple[str, float, set[tuple[str, str]]]] = {}
+        """By fragment: the syncer of its last merge, when that was, and the learners in it with their incarnations."""
         self._takeovers: dict[tuple[str, str], float] = {}
 
     def died(self, name: str) -> None:
@@ -70,10 +70,13 @@ class SyncerLives:
         self._gone &= self._seen_s.keys()
 
     def _merge(self, record: Committed, at_s: float) -> Iterator[Mark]:
-        before, before_s = self._merged.get(record.fragment, (record.syncer, at_s))
-        self._merged[record.fragment] = record.syncer, at_s
+        now = {(one.learner, one.incarnation) for one in record.contributions}
+        before, before_s, _ = self._merged.get(record.fragment, (record.syncer, at_s, now))
+        # If nobody goes on who was in its merges, the run has ended since, and was extended.
+        went_on = any(syncer == before and now & there for syncer, _, there in self._merged.values())
+        self._merged[record.fragment] = record.syncer, at_s, now
         pair = before, record.syncer
-        if before != record.syncer and at_s - self._takeovers.get(pair, 0.0) > TAKEOVER_S:
+        if before != record.syncer and went_on and at_s - self._takeovers.get(pair, 0.0) > TAKEOVER_S:
             self._takeovers[pair] = at_s
             detail = f"first merge of fragment {record.fragment}, {duration(at_s - before_s)} after the last one"
             yield Mark(at_s, f"took over from {before}", _named(record.syncer), detail)
