@@ -618,6 +618,14 @@ def field_tokens() -> Iterator[list[float]]:
         yield against(f"field-tokens/{label}", base)
 
 
+def cell_muon() -> Iterator[list[float]]:
+    muon = "cell-muon/data-parallel, Muon, M = {}, lr=0.016"
+    yield [value for m in (4, 8) for value in values(muon.format(m))]
+    runs = {m: f"cell-muon/decoupled, M = {m}, lr=0.008" for m in (4, 8)}
+    losses = [value for m, run in runs.items() for value in (*values(run), *changes(run, muon.format(m)))]
+    yield [*losses, merged(runs[8]), *(one.syncer_s or 0.0 for one in summaries(runs[8]))]
+
+
 def summary() -> Iterator[list[float]]:
     """The table that opens the page: how the defaults differ from what the sections below compare them with."""
 
@@ -639,7 +647,10 @@ def summary() -> Iterator[list[float]]:
     for label in ("data-parallel", "data-parallel, the same outer step"):
         yield [apart(run, f"{run.split('/')[0]}/{label}", *rates) for run, rates in cells.items()]
     for inner, learners in (("Muon", (4, 8, 16)), ("AdamW", (1, 4, 8, 16))):
-        yield [apart(f"field/decoupled, M = {m}", f"field/data-parallel, {inner}, M = {m}") for m in learners]
+        row = [apart(f"field/decoupled, M = {m}", f"field/data-parallel, {inner}, M = {m}") for m in learners]
+        cell = [("cell-muon/decoupled, M = {}, lr=0.008", "cell-muon/data-parallel, Muon, M = {}, lr=0.016")]
+        at_deep = [apart(run.format(m), muon.format(m)) for run, muon in cell for m in (4, 8) if inner == "Muon"]
+        yield [*row, *at_deep]
     lengths = []
     for base, rate in (("data-parallel, Muon", "0.024"), ("data-parallel, AdamW", "0.008")):
         for m in (4, 8):
@@ -671,6 +682,7 @@ TABLES = {
     "Quality": summary,
     "Six methods, 1 to 16 learners": field,
     "Four times as long": field_long,
+    "At 0.9M parameters": cell_muon,
     "In tokens": field_tokens,
     "From scratch: the defaults": defaults,
     "The gap at other lengths and batches": lengths_and_batches,
