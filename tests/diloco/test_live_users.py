@@ -141,7 +141,7 @@ async def test_a_learner_is_added_and_removed_and_each_outlives_a_restart(operat
     await asyncio.to_thread(operator.adds_carl, port)
     carl = await connect(operator.carl(url), "my-run")
     assert await carl.write_report(samples.report("carl")) is None
-    with pytest.raises(DilocoError, match="does not let user 'learner-carl'"):
+    with pytest.raises(DilocoError, match="'anna' does not match user 'learner-carl'"):
         await carl.write_report(samples.report("anna"))
     server.kill()
     server.start()

@@ -84,7 +84,6 @@ def show(reports: list[LearnerReport], evaluation: Evaluation) -> None:
         dumps(model.patch())
         curves.now(reading, poll)
         losses.see(poll)
-        curves.evaluations(poll)
         rounds.see(poll)
         Console(width=120).print(render(status))
         plain_line(status)
