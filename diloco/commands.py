@@ -196,6 +196,13 @@ def export(
     importlib.import_module("diloco.export").export(checkpoint, out, overwrite)
 
 
+def _seed(value: int) -> int:
+    """Check a seed. typer's own range check would show a limit of 19 digits."""
+    if not 0 <= value < 2**63:
+        raise typer.BadParameter(f"{value}: use a number from 0 to 2^63 - 1")
+    return value
+
+
 def _temperature(value: float) -> float:
     """Check a temperature. typer's own range check lets NaN pass, and cannot allow 0 below its lower bound."""
     if value and not COLDEST <= value <= HOTTEST:
@@ -217,7 +224,7 @@ def sample(
         float, typer.Option(callback=_temperature, help="Sampling temperature; 0: always the likeliest token")
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many likeliest tokens")] = 40,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling")] = 0,
+    seed: Annotated[int, typer.Option(callback=_seed, help="Seed of the sampling, from 0")] = 0,
     data: Annotated[
         Path | None,
         typer.Option(

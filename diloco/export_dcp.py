@@ -9,7 +9,7 @@ import typer
 from diloco.export import Globals, make_of_globals
 from diloco.extras import naming_extra
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.files.scratch import scratch_folder
+from diloco.pipeline.files.scratch import move_into, scratch_folder
 
 with naming_extra("diloco export --dcp", "learner"):
     from diloco.workers.dcp_folder import write_dcp
@@ -42,10 +42,7 @@ def _export(found: Globals, out: Path, overwrite: bool) -> None:
             write_dcp(tensors, temporary)
             if foreign := sorted(set(names) - {file.name for file in temporary.iterdir()}):
                 raise UsageError(f"{out} holds other files ({', '.join(foreign[:5])}): choose another folder")
-            out.mkdir(exist_ok=True)
-            for file in sorted(temporary.iterdir(), reverse=True):  # `.metadata` last: it makes a checkpoint of them
-                file.replace(out / file.name)
-            temporary.rmdir()
+            move_into(temporary, out)  # `.metadata` last: it makes a checkpoint of the others
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error}") from error
     elements = sum(values.size for values in tensors.values())

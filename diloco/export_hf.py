@@ -18,7 +18,7 @@ import xxhash
 from diloco.export import Globals, make_folder, make_of_globals
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
-from diloco.pipeline.files.scratch import scratch_folder
+from diloco.pipeline.files.scratch import move_into, scratch_folder
 from diloco.pipeline.files.tensor_file import Tensor, read_tensors, write_tensors
 from diloco.pipeline.messages.spec import frozen_head
 from diloco.pipeline.payload.codec import as_bytes
@@ -76,10 +76,7 @@ def _export(found: Globals, out: Path, config: Path, overwrite: bool) -> None:
                 if file.is_file() and file.suffix in COPIED and not file.name.endswith(INDEX):
                     (temporary / file.name).write_bytes(file.read_bytes())
             write_tensors(temporary / name, tensors)
-            out.mkdir(exist_ok=True)
-            for file in temporary.iterdir():
-                file.replace(out / file.name)
-            temporary.rmdir()
+            move_into(temporary, out)
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error}") from error
     elements = sum(tensor.nbytes for tensor in found.tensors.values()) // 4

@@ -54,7 +54,9 @@ def allowed(field: FieldInfo) -> str:
 
 
 def _readable(bound: Any) -> Any:
-    """Return a bound for display: numbers that few people can read, such as 2^62, as powers of two."""
+    """Return a bound for display: numbers that few people can read as powers, such as 2^62 and 10^18."""
+    if isinstance(bound, int) and bound >= 10**15 and bound == 10 ** (len(str(bound)) - 1):
+        return f"10^{len(str(bound)) - 1}"
     if isinstance(bound, int) and bound >= 2**53 and not (bound & (bound + 1) and bound & (bound - 1)):
         return f"2^{bound.bit_length()} - 1" if bound & 1 else f"2^{bound.bit_length() - 1}"
     return written(bound) if isinstance(bound, float) else bound

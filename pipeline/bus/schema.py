@@ -212,6 +212,11 @@ def syncer_names(live: Iterable[LiveSyncer]) -> dict[str, str]:
     return {one.nonce: one.name for one in live}
 
 
+def pages(live: Iterable[LiveSyncer]) -> dict[str, str]:
+    """Return name -> page of the syncers that serve one (`SyncerBoard.read_pages`)."""
+    return {one.name: one.page for one in live if one.page}
+
+
 def savers(live: Iterable[LiveSyncer]) -> list[tuple[int, str, str]]:
     """Return the syncers that have a checkpoint to restore, most tokens last (`SyncerBoard.read_savers`)."""
     return sorted((one.saved_tokens, one.nonce, one.name) for one in live if one.saved_tokens)

@@ -33,6 +33,20 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def move_into(folder: Path, out: Path) -> None:
+    """Move a scratch folder's files into `out`, in the reverse order of their names, replacing those of equal names.
+
+    So a file that makes the others valid comes last if its name begins with a dot.
+
+    Raises:
+        OSError: a file cannot be moved.
+    """
+    out.mkdir(exist_ok=True)
+    for file in sorted(folder.iterdir(), reverse=True):
+        file.replace(out / file.name)
+    folder.rmdir()
+
+
 def locked(directory: Path, prefix: str) -> tuple[Path, int]:
     """Clear the folders of dead writers, and create one that only this user can read.
 

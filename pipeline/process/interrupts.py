@@ -2,6 +2,8 @@
 
 Nothing has begun, or all is done. KeyboardInterrupt would show up as an import's traceback, change the exit status, or
 make a library conclude that an optional part of it is missing.
+
+`sys.excepthook` shows how a learner's own program ends: by Ctrl-C without a traceback, or by a refusal in one line.
 """
 
 import os

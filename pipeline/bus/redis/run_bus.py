@@ -217,7 +217,7 @@ class RedisRunData(RedisConnection, SpecAndState, Reports, RunLogs, InitialUploa
         return schema.syncer_names(await self._live())
 
     async def read_pages(self) -> dict[str, str]:
-        return {one.name: one.page for one in await self._live() if one.page}
+        return schema.pages(await self._live())
 
     async def read_savers(self) -> Sequence[tuple[int, str, str]]:
         return schema.savers(await self._live())

@@ -49,7 +49,7 @@ class ChaosProcess(RunProcess, ChaosSettings):
     syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     checkpoint_every: Span = Field(0.0, description="Time between checkpoints; 0: only at the end")
     tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it
-        None, ge=1, le=2**62, description="Budget: ends the run before --for is over (default: more than it can train)"
+        None, ge=1, le=10**18, description="Budget: ends the run before --for is over (default: more than it can train)"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "debug", description="Minimum severity of log lines; the audit of the data shards needs debug"
