@@ -293,6 +293,8 @@ class Committing:
             syncer=self._context.name,
             unix_s=self._context.clock.unix(),
             interval=loaded.head.interval,
+            step_norm=merged.stepped.norm,
+            rho=merged.rho,
         )
 
     def _commit(

@@ -4,6 +4,7 @@
 A refused commit therefore leaves the state unchanged.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -30,7 +31,7 @@ MIN_RMS = 0.01
 # would be refused forever.
 MERGES_NEEDED = 4
 
-# At most this many elements of each delta are sampled: the sampling error is about 1 / sqrt(SAMPLE) = 0.004.
+# At most this many elements of a delta, or of a pseudogradient, are sampled: the sampling error is about 1 / sqrt(SAMPLE) = 0.004.
 SAMPLE = 64 * 1024
 # Sampled elements of all deltas together (64 MiB): with more than 128 deltas, each has a smaller sample.
 SAMPLES = 8 * 1024 * 1024
@@ -74,6 +75,8 @@ class Merged:
     merged: tuple[MergedBase, ...]
     norms: tuple[float, ...]
     """See `Head.norms`."""
+    rho: float | None
+    """`Committed.rho`; None if the pseudogradient before is not known, or this merge is not finite."""
     finite: bool
     """True if values and momentum have no NaN and no infinity. Otherwise the state must not be committed."""
 
@@ -114,6 +117,8 @@ class FragmentState:
         self.norms: tuple[float, ...] = ()
         """`Head.norms` of this version."""
         self.before: Float32 | None = None
+        self.sample: Float32 | None = None
+        """`Stepped.sample` of the last merge; None if this object did not make it."""
 
     def judge(self, offer: Offer, values: Vector, norms: Float64) -> Delta | tuple[RefusalReason, str]:
         """Return a downloaded delta if it is sound, otherwise the reason for which it is refused.
@@ -172,7 +177,8 @@ class FragmentState:
             total: has the first of them, or none; overwritten by the step.
         """
         at = self.contributions(deltas), self.sync, self.outer(deltas), State(self.theta, self.momentum)
-        return OuterStep(total, *at, grown)
+        starts, stretch = _stretches(self.layout.elements, SAMPLE)
+        return OuterStep(total, *at, grown, (starts[:, None] + np.arange(stretch)).reshape(-1))
 
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], step: OuterStep | None = None) -> Merged:
         """Merge by token weights and take the outer step (paper: merge weight, RDA, outer optimizer).
@@ -188,7 +194,7 @@ class FragmentState:
         headers, factors = [d.offer.header for d in deltas], self.contributions(deltas).factors
         weights = merge_weights(_counters(deltas), self.sync.weights, interval=self._interval_in_force())
         stepped = (step or self.outer_step(deltas, Sum(self.layout))).take()
-        version = self.version + 1
+        version, is_finite = self.version + 1, finite(stepped.theta, stepped.momentum)
         # Deltas on older bases than the last one are refused as too stale anyway, so their record can be dropped.
         merged = {(m.learner, m.incarnation): m for m in before if m.base_version >= version - 1}
         for h in headers:
@@ -218,14 +224,15 @@ class FragmentState:
             ),
             merged=tuple(merged.values()),
             norms=(*self.norms, median(d.sent.norm for d in deltas))[-MERGES_KEPT:],
-            finite=finite(stepped.theta, stepped.momentum),
+            rho=_cosine(stepped.sample, self.sample) if is_finite and self.sample is not None else None,
+            finite=is_finite,
         )
 
     def advance(self, merged: Merged) -> None:
         """Take over the outcome of a merge whose commit has succeeded."""
         stepped = merged.stepped
         self.version, self.digest, self.before = merged.version, stepped.digest, self.theta
-        self.theta, self.momentum = stepped.theta, stepped.momentum
+        self.theta, self.momentum, self.sample = stepped.theta, stepped.momentum, stepped.sample
         self.norms = merged.norms
 
 
@@ -248,11 +255,8 @@ def cosines(deltas: Sequence[Vector]) -> list[float | None]:
     """
     if len(deltas) == 1:
         return [None]
-    elements, sample = len(deltas[0]), min(SAMPLE, SAMPLES // len(deltas))
-    starts, stretch = [0], elements
-    if elements > sample:
-        starts, stretch = np.linspace(0, elements - STRETCH, sample // STRETCH).astype(int).tolist(), STRETCH
-    sampled = np.stack([np.concatenate([delta[at : at + stretch] for at in starts]) for delta in deltas])
+    starts, stretch = _stretches(len(deltas[0]), min(SAMPLE, SAMPLES // len(deltas)))
+    sampled = np.stack([np.concatenate([delta[at : at + stretch] for at in starts.tolist()]) for delta in deltas])
     directions = sampled.astype(np.float64)  # (deltas, sample)
     lengths = np.linalg.norm(directions, axis=1, keepdims=True)
     directions /= np.where(lengths > 0, lengths, 1.0)
@@ -263,3 +267,17 @@ def cosines(deltas: Sequence[Vector]) -> list[float | None]:
         length = float(np.linalg.norm(others))
         found.append(float(np.clip(direction @ others / length, -1.0, 1.0)) if length > CANCELLED else 0.0)
     return found
+
+
+def _cosine(a: Float32, b: Float32) -> float:
+    """Return the cosine of two finite vectors (elements,); 0 if either is zero."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    lengths = math.sqrt(np.dot(x, x)) * math.sqrt(np.dot(y, y))
+    return float(np.clip(np.dot(x, y) / lengths, -1.0, 1.0)) if lengths else 0.0
+
+
+def _stretches(elements: int, sample: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Return the starts of evenly spaced stretches of a vector, `sample` elements or all of them, and their length."""
+    if elements <= sample:
+        return np.zeros(1, np.int64), elements
+    return np.linspace(0, elements - STRETCH, sample // STRETCH).astype(np.int64), STRETCH

@@ -10,10 +10,11 @@ inner optimizer).
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from diloco.pipeline.fragments import FragmentLayout
@@ -62,6 +63,8 @@ class PlainStep:
         """Read theta (elements,); out (elements,) has D and is overwritten with the new values."""
         self._theta, self._out, self._lr = theta, out, lr
         self._scratch = np.empty(min(BLOCK, len(out)), np.float32)
+        self.squares = 0.0
+        """Sum of the squares of the step so far: of lr*step, which is subtracted from theta."""
 
     def block(self, start: int, stop: int) -> None:
         """Take the step for elements [start, stop), at most `BLOCK` of them."""
@@ -70,6 +73,7 @@ class PlainStep:
     def apply_step(self, start: int, stop: int, step: Float32, scratch: Float32) -> None:
         """Write theta - lr*step of elements [start, stop). step and scratch, both (stop - start,), may be the same."""
         np.multiply(step, self._lr, out=scratch)
+        self.squares += squares(scratch)
         np.subtract(self._theta[start:stop], scratch, out=self._out[start:stop])
 
 
@@ -84,9 +88,9 @@ class AveragingStep(PlainStep):
 
     @override
     def block(self, start: int, stop: int) -> None:
+        part = slice(start, stop)
+        np.minimum(self._out[part], self._theta[part], out=self._out[part], where=self._variances[part])
         super().block(start, stop)
-        values = self._out[start:stop]
-        np.copyto(values, 0.0, where=self._variances[start:stop] & (values < 0))
 
 
 class NesterovStep(PlainStep):
@@ -253,6 +257,10 @@ class Stepped(NamedTuple):
     reduced: Reduced
     orthogonal: Float32 | None
     """(matrix elements,): `found` of `matrix_blocks`; None for a step that orthogonalises nothing."""
+    norm: float
+    """L2 norm of the step: theta after it minus theta before."""
+    sample: Float32
+    """The pseudogradient at the elements `at` of the `OuterStep`."""
 
 
 class OuterStep:
@@ -266,12 +274,14 @@ class OuterStep:
         outer: Outer,
         before: State,
         grown: Grown = do_nothing,
+        at: Sequence[int] | npt.NDArray[np.int64] = (),
     ) -> None:
         """Allocate what the step writes, in addition to the sum's memory.
 
         Args:
             total: has the first of the contributions, or none; overwritten by the step.
             grown: called by the thread that takes the step, when more chunks of any payload are whole.
+            at: ascending numbers of the elements whose pseudogradient is kept (`Stepped.sample`).
         """
         self._sum, self._contributions, layout = total, contributions, total.layout
         theta, values, (lr, mu) = before.theta, total.values, outer
@@ -288,6 +298,8 @@ class OuterStep:
         else:
             self._step = PlainStep(theta, values, lr)
         self.growing = GrowingGlobal(values, self._momentum, sync, grown)
+        self._at = np.asarray(at, np.int64)
+        self._sample = np.empty(len(self._at), np.float32)
 
     @property
     def orthogonalises(self) -> bool:
@@ -303,10 +315,18 @@ class OuterStep:
         else:
             # A matrix is orthogonalised as a whole, so all of it must be merged first: this needs a second pass.
             reduced, (step, found) = self._sum.close(self._contributions, directions), self._matrices
+            self._keep(0, self._sum.layout.elements)
             for stop in matrix_blocks(self._sum.layout, step, found, orthogonal):
                 self.growing.grow_to(stop)
-        return Stepped(self._sum.values, self._momentum, self.growing.digest, reduced, found)
+        made = self._sum.values, self._momentum, self.growing.digest, reduced, found
+        return Stepped(*made, math.sqrt(self._step.squares), self._sample)
+
+    def _keep(self, start: int, stop: int) -> None:
+        """Keep the sampled elements of [start, stop), before the step overwrites them."""
+        part = slice(*np.searchsorted(self._at, (start, stop)))
+        self._sample[part] = self._sum.values[self._at[part]]
 
     def _block(self, start: int, stop: int) -> None:
+        self._keep(start, stop)
         self._step.block(start, stop)
         self.growing.grow_to(stop)
