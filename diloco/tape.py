@@ -133,12 +133,16 @@ def as_text(record: TapeRecord, start_unix_s: float) -> str:
     match record:
         case Committed():
             parts = ", ".join(
-                f"{c.learner} {c.tokens} tokens in {c.steps} steps ({c.weight:.2f}{', rebased' if c.rebased else ''}"
+                f"{c.learner} {c.tokens} tokens in {c.steps} steps ({c.weight:.2f}"
+                f"{'' if c.cosine is None else f', cosine {c.cosine:.2f}'}{', rebased' if c.rebased else ''}"
                 f"{f', cut to {c.factor:.2f} of its length' if c.factor < 1 else ''})"
                 for c in record.contributions
             )
             times = f"quorum {record.quorum_s:.2f} grace {record.grace_s:.2f} upload {record.upload_s:.2f} s"
-            return f"{head}merged to version {record.version}: {parts or record.reason}; {times}; {record.reason}"
+            rate, rho = (f"{one:.2f}" if one is not None else "-" for one in (record.outer_rate, record.rho))
+            outer = f"delta {record.norm:.3g} step {record.step_norm:.3g} rate {rate} rho {rho}"
+            what = f"{parts or record.reason}; {times}; {outer}; {record.reason}"
+            return f"{head}merged to version {record.version}: {what}"
         case Rejected():
             what = f"a delta of {record.learner or 'unknown'} on version {record.base_version}"
             return f"{head}rejected {what}: {record.reason}, {record.lost_tokens} tokens lost; {record.detail}"

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from diloco.pipeline.bus.ports import BusInfo, Clock
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Poll
@@ -66,6 +67,14 @@ def _of_fragments(value: Callable[[FragmentStatus], float | None]) -> Callable[[
     def values(_: Reading, poll: Poll, __: float) -> Values:
         for fragment in poll.status["fragments"]:
             yield (str(fragment["id"]),), value(fragment)
+
+    return values
+
+
+def _of_merges(value: Callable[[Committed], float | None]) -> Callable[[Reading, Poll, float], Values]:
+    def values(reading: Reading, _: Poll, __: float) -> Values:
+        for p, merge in sorted(reading.merges.items()):
+            yield (str(p),), value(merge)
 
     return values
 
@@ -210,6 +219,30 @@ FIGURES = (
         "diloco_fragment_round_seconds",
         "Its sync interval in force times a typical learner's step time",
         _rounds_s,
+        FRAGMENT,
+    ),
+    Figure(
+        "diloco_fragment_delta_norm",
+        "L2 norm of its last merged delta, before the outer optimizer",
+        _of_merges(lambda merge: merge.norm),
+        FRAGMENT,
+    ),
+    Figure(
+        "diloco_fragment_step_norm",
+        "L2 norm of its last outer step: new values minus old ones",
+        _of_merges(lambda merge: merge.step_norm),
+        FRAGMENT,
+    ),
+    Figure(
+        "diloco_fragment_outer_rate",
+        "Effective outer learning rate of its last merge: norm of the step over norm of the merged delta",
+        _of_merges(lambda merge: merge.outer_rate),
+        FRAGMENT,
+    ),
+    Figure(
+        "diloco_fragment_rho",
+        "Cosine of its last merged delta with the one before (sampled): below 0 an outer step went too far",
+        _of_merges(lambda merge: merge.rho),
         FRAGMENT,
     ),
     Figure("diloco_redis_used_bytes", "Memory that Redis uses", _of_server(lambda info: info.used_bytes)),

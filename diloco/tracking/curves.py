@@ -129,8 +129,11 @@ class Rounds:
             "merged_tokens": merged,
             "rejected_tokens": self._rejected[version],
             "norm": sum(one.norm**2 for one in merges) ** 0.5,
+            "step_norm": sum(one.step_norm**2 for one in merges) ** 0.5,
             "merge_s": sum(one.merge_s for one in merges) / len(merges),
         }
+        if rhos := [one.rho for one in merges if one.rho is not None]:
+            values["rho"] = sum(rhos) / len(rhos)
         if self._told == version - 1 and at_s > self._told_s > 0:
             values["per_s"] = len(merges) / (at_s - self._told_s)
         self._told, self._told_s = version, at_s

@@ -31,7 +31,7 @@ MIN_RMS = 0.01
 # would be refused forever.
 MERGES_NEEDED = 4
 
-# At most this many elements of a delta, or of a pseudogradient, are sampled: the sampling error is about 1 / sqrt(SAMPLE) = 0.004.
+# At most this many elements of a vector are sampled: the sampling error of a cosine is about 1 / sqrt(SAMPLE) = 0.004.
 SAMPLE = 64 * 1024
 # Sampled elements of all deltas together (64 MiB): with more than 128 deltas, each has a smaller sample.
 SAMPLES = 8 * 1024 * 1024

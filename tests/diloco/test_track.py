@@ -15,7 +15,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -78,12 +78,12 @@ def evaluation(tokens: int, loss: float, unix_s: float = 1000.0, final: bool = F
     return samples.evaluation(loss=loss, tokens=tokens, versions=(0, 0), unix_s=unix_s, final=final)
 
 
-def merge(fragment: int, version: int, unix_s: float, base: int | None = None) -> Committed:
+def merge(fragment: int, version: int, unix_s: float, base: int | None = None, **given: Any) -> Committed:
     """Of two learners with 100 and 300 tokens; `base`: of the second, where it is stale."""
     bases = {"l0": (version - 1, 100), "l1": (version - 1 if base is None else base, 300)}
     parts = tuple(samples.contribution(name, base_version=at, tokens=n, weight=0.5) for name, (at, n) in bases.items())
     return samples.committed(
-        fragment=fragment, version=version, contributions=parts, unix_s=unix_s, base_digest=bytes(16), norm=3.0
+        fragment=fragment, version=version, contributions=parts, unix_s=unix_s, base_digest=bytes(16), norm=3.0, **given
     )
 
 
@@ -137,7 +137,7 @@ def test_a_round_is_told_once_each_fragment_has_its_merge_by_whoever_comes(tmp_p
     with writer(tmp_path, kept) as first:
         first.see(replace(seen, records=tape))
         assert {one.step for one in kept.points} == {1}
-    later = [merge(1, 2, 24.0, base=0), merge(1, 2, 25.0, base=0), merge(0, 3, 30.0)]
+    later = [merge(1, 2, 24.0, base=0), merge(1, 2, 25.0, base=0, step_norm=6.0, rho=0.5), merge(0, 3, 30.0)]
     with writer(tmp_path, kept) as second:
         second.see(replace(seen, records=[*tape, *later]))
         second.see(replace(seen, records=[merge(0, 2, 40.0)]))  # Redis went back
@@ -146,6 +146,8 @@ def test_a_round_is_told_once_each_fragment_has_its_merge_by_whoever_comes(tmp_p
     assert kept.of("merges/staleness") == [(1, 0.0), (2, 0.25)]
     assert kept.of("merges/learners") == [(1, 2.0), (2, 2.0)]
     assert kept.of("merges/per_s") == [(2, 2 / 5)]
+    assert kept.of("merges/step_norm") == [(1, 0.0), (2, 6.0)]
+    assert kept.of("merges/rho") == [(2, 0.5)]
     assert kept.of("merges/norm") == [(1, pytest.approx(18**0.5)), (2, pytest.approx(18**0.5))]
 
 

@@ -1,11 +1,18 @@
-"""The cosine of each delta with its window's others is what numpy says it is."""
+"""Cosines of each delta with its window's others, and of successive merges, are what numpy says they are."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.payload import quantize
-from diloco.syncer.merging.fragment import SAMPLE, SAMPLES, STRETCH, cosines
+from diloco.syncer.admission import Offer
+from diloco.syncer.merging.fragment import SAMPLE, SAMPLES, STRETCH, Delta, FragmentState, Merged, cosines
+from diloco.syncer.merging.merge import delta_norms
+from diloco_studies.virtual.virtual_time import in_virtual_time
+from tests import samples
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 ELEMENTS = 4000
 
@@ -52,9 +59,9 @@ def test_a_sample_says_what_the_whole_delta_says() -> None:
     for kind in ("int8", "int4"):
         coded = [quantize.Quantized(quantize.encode(delta, kind), len(delta), kind) for delta in deltas]
         assert cosines(coded) == pytest.approx(sampled, abs=0.03)
-    for end in (slice(0, STRETCH), slice(-STRETCH, None)):
+    for edge in (slice(0, STRETCH), slice(-STRETCH, None)):
         one = np.zeros(10 * SAMPLE, np.float32)
-        one[end] = 1
+        one[edge] = 1
         assert cosines([one, one]) == [pytest.approx(1.0)] * 2
 
 
@@ -71,3 +78,59 @@ def test_the_samples_of_many_deltas_together_are_bounded() -> None:
     found = cosines([np.ones(SAMPLE, np.float32).view(Counted)] * count)
     assert found == pytest.approx([1.0] * count)
     assert looked_at == SAMPLES
+
+
+def fragment(elements: int) -> FragmentState:
+    layout = layout_of([samples.tensor("t", (elements,), rule="mean")]).fragments[0]
+    sync = samples.sync_spec(fragments=1, outer_lr=0.7)
+    return FragmentState(layout, sync, 0, bytes(16), np.zeros(elements, np.float32), None)
+
+
+def merged(state: FragmentState, *deltas: np.ndarray) -> Merged:
+    offer = Offer("0-0", samples.header(base_version=state.version))
+    return state.merge([Delta(offer, delta, delta_norms(state.layout, delta)) for delta in deltas], [])
+
+
+def test_rho_is_the_cosine_with_the_merge_before() -> None:
+    """Not with one whose commit was refused; unknown at first; 0 where a merge is zero."""
+    state, (first, refused, other) = fragment(ELEMENTS), window(3)
+    found = merged(state, first)
+    assert found.rho is None
+    state.advance(found)
+    merged(state, refused)
+    found = merged(state, other, -3 * first)
+    assert found.rho == pytest.approx(directly([first, (other - 3 * first) / 2])[0], abs=1e-6)
+    state.advance(found)
+    state.advance(zero := merged(state, np.zeros_like(first)))
+    assert (zero.rho, merged(state, first).rho) == (0.0, 0.0)
+
+
+def test_rho_of_a_long_fragment_is_sampled() -> None:
+    first, second = window(2, 10 * SAMPLE)
+    state = fragment(10 * SAMPLE)
+    state.advance(merged(state, first))
+    assert state.sample is not None
+    assert len(state.sample) == SAMPLE
+    assert merged(state, second).rho == pytest.approx(directly([first, second])[0], abs=0.01)
+
+
+@in_virtual_time
+async def test_the_tape_has_the_outer_step_of_each_merge_and_rho_from_a_syncers_second_on() -> None:
+    """A syncer that takes over has not seen the merge before: unknown for one merge of each fragment."""
+    world = VirtualRun(sync_spec(quorum=2, outer_momentum=0.5))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(4)
+    await world.kill_syncer()
+    world.start_syncer(syncer_id="other")
+    await world.until_version(8)
+    merges = [one for one in await world.tape() if isinstance(one, Committed) and one.contributions]
+    for fragment in range(world.spec.sync.fragments):
+        for syncer in ("syncer", "other"):
+            own = [one for one in merges if (one.fragment, one.syncer) == (fragment, syncer)]
+            assert len(own) > 2
+            assert [one.rho is None for one in own] == [True, *[False] * (len(own) - 1)]
+    for one in merges:
+        assert one.outer_rate is not None
+        assert one.outer_rate > 0
+    await end(*learners)

@@ -8,9 +8,11 @@ import torch
 
 from diloco.pipeline.fragments import layout_of
 from diloco.syncer import algorithm
-from diloco.syncer.merging.merge import BLOCK
+from diloco.syncer.merging.merge import BLOCK, Sum
 from diloco.syncer.merging.outer import (
     NesterovStep,
+    Outer,
+    OuterStep,
     PlainStep,
     State,
     halley_iteration,
@@ -74,6 +76,28 @@ def test_while_learners_are_averaged_nothing_is_orthogonalised():
     averaged = stepped(HALLEY, (1.0, 0.0), random_vector(5), delta)
     np.testing.assert_array_equal(averaged.theta, -delta)
     assert averaged.orthogonal is None
+
+
+LONG = layout_of([samples.tensor("matrix", (600, 500)), samples.tensor("vector", (7,))]).fragments[0]
+BUFFERS = layout_of([samples.tensor("mean", (5,), rule="average"), samples.tensor("var", (6,), rule="variance")])
+
+
+@pytest.mark.parametrize("layout", [MIXED, LONG, BUFFERS.fragments[0]], ids=["mixed", "blocks", "buffers"])
+@pytest.mark.parametrize("outer", [(1.0, 0.0), (0.7, 0.6)], ids=["averaging", "momentum"])
+@pytest.mark.parametrize("optimizer", ["nesterov", "halley"])
+def test_a_step_has_its_norm_and_the_elements_asked_for_of_what_it_merges(layout, outer, optimizer):
+    """Norms are numpy's, of the new values minus the old; a variance that becomes 0 moves no further than to 0."""
+    sync = HALLEY.model_copy(update={"outer": optimizer})
+    theta, delta = np.abs(random_vector(1, layout)), random_vector(2, layout)
+    momentum = random_vector(3, layout)
+    at = [0, 1, layout.elements // 2, layout.elements - 1]
+    if layout.averaged:
+        outer = (1.0, 0.0)
+        assert (theta - delta < 0).any()
+    given = samples.contributions(layout, [delta], [1.0])
+    found = OuterStep(Sum(layout), given, sync, Outer(*outer), State(theta, momentum), at=at).take()
+    assert found.norm == pytest.approx(np.linalg.norm(found.theta.astype(np.float64) - theta), rel=1e-6)
+    np.testing.assert_array_equal(found.sample, delta[at])
 
 
 def test_a_matrix_lies_on_its_side_before_its_gram_matrix_is_made():

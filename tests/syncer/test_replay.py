@@ -667,6 +667,7 @@ def test_of_several_recordings_of_the_same_values_each_is_looked_at(copy, writer
     ("change", "said"),
     [
         ({"norm": 123.0}, "norm: the tape has 123.0"),
+        ({"step_norm": 123.0}, "norm of the outer step: recomputed, it differs"),
         ({"digest": bytes(16)}, "no recording of the merge to digest 0000"),
         ({"base_digest": bytes(16)}, "not recomputed"),
         ({"contributions": "weight"}, "weight of l0: the tape has 0.125"),

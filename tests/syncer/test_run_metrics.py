@@ -232,6 +232,24 @@ def test_a_learners_cosine_is_that_of_its_last_merge_by_the_tape_until_it_is_gon
     assert reading.cosines == {"l0": 0.75}
 
 
+def test_the_outer_steps_of_the_last_merges_are_shown_by_fragment() -> None:
+    """A fragment keeps its last ones; version 0 is not a merge; what is not known is left out."""
+    reading, of = Reading(), ("delta_norm", "step_norm", "outer_rate", "rho")
+
+    def told(*records: Any) -> list[dict[str, float]]:
+        reading.see(replace(poll([samples.seen()]), records=records))
+        return [values(shown(reading), f"diloco_fragment_{name}") for name in of]
+
+    def merge(fragment: int, **given: Any) -> Any:
+        return samples.committed(fragment=fragment, version=1, contributions=(part("l0", None),), **given)
+
+    assert told(samples.committed(fragment=0), samples.committed(fragment=1)) == [{}, {}, {}, {}]
+    first = merge(0, norm=4.0, step_norm=3.0)
+    assert told(first, merge(1)) == [{"0": 4, "1": 0}, {"0": 3, "1": 0}, {"0": 0.75}, {}]
+    second = merge(1, norm=2.0, step_norm=5.0, rho=-0.5)
+    assert told(second) == [{"0": 4, "1": 2}, {"0": 3, "1": 5}, {"0": 0.75, "1": 2.5}, {"1": -0.5}]
+
+
 def test_a_fragment_is_unmerged_since_its_last_merge() -> None:
     """Not while nothing is trained yet or any more; a rewind is no merge, the merge after it is one."""
     reading = Reading()

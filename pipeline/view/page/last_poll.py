@@ -29,6 +29,8 @@ class Reading:
     cosines: dict[str, float] = field(default_factory=dict)
     """By learner: the cosine of its last merged delta with the others of its window, from the tape; none if it was the
     only one."""
+    merges: dict[int, Committed] = field(default_factory=dict)
+    """By fragment: its last merge, from the tape."""
     _versions: dict[int, int] = field(default_factory=dict)
 
     def see(self, poll: Poll) -> None:
@@ -36,7 +38,8 @@ class Reading:
         self.poll = poll
         rewound = [one.unix_s for one in poll.records if isinstance(one, Rewound)]
         self.rewound_unix_s = max([self.rewound_unix_s, *rewound])
-        merges = [one for one in poll.records if isinstance(one, Committed)]
+        merges = [one for one in poll.records if isinstance(one, Committed) and one.contributions]
+        self.merges |= {one.fragment: one for one in merges}
         last = self.cosines | {c.learner: c.cosine for one in merges for c in one.contributions}
         there = [one["id"] for one in self.learners()]
         self.cosines = {name: cosine for name in there if (cosine := last.get(name)) is not None}

@@ -8,6 +8,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from diloco.pipeline.bus.ports import BusInfo
@@ -89,6 +90,8 @@ class PageModel:
         self._shown, self._lives = Shown(MAX_LANES), dict[str, LearnerLife]()
         self._windows: dict[int, WindowLife] = {}
         self._syncers = SyncerLives()
+        self._outer: dict[str, float] = {}
+        """Smoothed values of the outer steps, as drawn last."""
         self._marks: deque[Model] = deque(maxlen=MAX_MARKS)
         self._losses: list[tuple[float, int, float]] = []
         self._began: dict[str, float] = {}
@@ -131,6 +134,8 @@ class PageModel:
         assert self._times is not None  # noqa: S101  # `_begin` has set it
         for record in poll.records:
             draw_record(self._times, record, self._shown, now_s)
+            if isinstance(record, Committed) and record.contributions:
+                self._draw_outer_step(record, len(status["fragments"]), now_s)
             if isinstance(record, WindowChanged) and self._shown.fragment(record.fragment):
                 window = self._windows.setdefault(record.fragment, WindowLife())
                 window.opened = record.version, min(record.unix_s, now_s)
@@ -255,6 +260,18 @@ class PageModel:
                 self._ended_s[name] = now_s
             rows[name] = _learner(learner, does, behind, lives[name], now_s)
         return rows
+
+    def _draw_outer_step(self, merge: Committed, fragments: int, now_s: float) -> None:
+        """Draw effective rate and cosines of a merge, smoothed over about one merge of each fragment."""
+        assert self._times is not None  # noqa: S101  # `_begin` has set it
+        cosines = [part.cosine for part in merge.contributions if part.cosine is not None]
+        values = {"outer_rate": merge.outer_rate, "rho": merge.rho, "cosine": fmean(cosines) if cosines else None}
+        for name, value in values.items():
+            if value is not None:
+                before = self._outer.get(name, value)
+                self._outer[name] = before + (value - before) / max(1, fragments)
+                for one in self._times:
+                    one.put(name, min(merge.unix_s, now_s), self._outer[name])
 
     def _mark(self, mark: Mark) -> None:
         found = {"at_s": round(mark.at_s, 2), "what": mark.what, "who": mark.who[:64], "detail": mark.detail[:200]}

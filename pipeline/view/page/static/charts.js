@@ -1,4 +1,4 @@
-/** Charts over time, by uPlot (`uplot/`, MIT): loss, the fate of tokens, merge rate, bytes, memory. */
+/** Charts over time, by uPlot (`uplot/`, MIT): loss, the fate of tokens, merge rate, bytes, memory, the outer step. */
 
 import { lossLacks, lossLines, lossRange, tokensAt } from "./loss.js";
 import { colour, woven } from "./palette.js";
@@ -93,6 +93,9 @@ export class Charts {
     this.lines("bytes", at, [["in", "uploading", traffic[0]], ["out", "publishing", traffic[1], [6, 4]]], sized, range);
     const polls = (times.series.get("redis") ?? []).filter((one) => one !== null).length; // of a finished run there is one
     this.lines("redis", at, [["used", "adopting", polls > 1 ? of("redis") : at.map(() => null)]], sized, range);
+    this.lines("outer", at, [["effective outer rate", "line-0", of("outer_rate")],
+      ["cosine with the merge before (rho)", "line-1", of("rho"), [6, 4]],
+      ["cosine among learners", "line-2", of("cosine"), [2, 3]]], (one) => one.toFixed(2), range);
     // Cells are narrower once all charts that have something to show are there.
     for (const [id, plot] of this.plots) {
       const width = element(id).clientWidth;
@@ -224,8 +227,8 @@ export class Charts {
       height,
       scales: { x: { time: false, range: (/** @type {any} */ u, /** @type {number} */ low, /** @type {number} */ high) =>
         u.span ?? [low, high > low ? high : low + 1] },
-      y: id === "loss" ? { range: () => this.lossRange } : { range: (/** @type {any} */ _, /** @type {any} */ __, /** @type {number} */ high) =>
-        [0, 1.08 * (high || 1)] } },
+      y: id === "loss" ? { range: () => this.lossRange } : { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) =>
+        [Math.min(0, 1.08 * low), 1.08 * (high || 1)] } },
       cursor: { drag: { x: false, y: false }, points: { show: false }, ...(writeX === clock ? { sync: { key: "time" } } : {}),
         ...(id === "loss" ? { focus: { prox: 16 } } : {}) },
       focus: { alpha: id === "loss" ? 0.25 : 1 },
