@@ -318,6 +318,34 @@ async def test_a_tape_that_was_trimmed_is_said() -> None:
     await end(*party)
 
 
+def test_outer_steps_are_drawn_as_means_over_about_one_merge_of_each_fragment() -> None:
+    """Of two fragments a new value counts half; what is not known is not drawn, and version 0 is not a merge."""
+
+    def merge(at_s: float, step_norm: float, rho: float | None, *cosines: float | None) -> Committed:
+        parts = tuple(samples.contribution(f"l{n}", cosine=one) for n, one in enumerate(cosines))
+        return samples.committed(unix_s=at_s, contributions=parts, norm=2.0, step_norm=step_norm, rho=rho)
+
+    heads = [samples.head(p, version=2) for p in range(2)]
+    status = build_status("run", samples.spec(), samples.run_state(), [], heads, None, [], 1010.0)
+    tape = [
+        merge(1001, 2, None),
+        merge(1003, 2, None, None),
+        merge(1005, 4, 0.5, 0.5, 0.25),
+        merge(1007, 4, -0.5, 0.375),
+    ]
+    model = PageModel("run")
+    model.see(Poll(now_s=1010.0, status=status, began_s=1000.0, records=tape))
+    model.patch()
+    drawn = model.snapshot()["fine"]
+    for name, expected in (
+        ("outer_rate", [(1003, 1.0), (1005, 1.5), (1007, 1.75)]),
+        ("rho", [(1005, 0.5), (1007, 0.0)]),
+        ("cosine", [(1005, 0.375), (1007, 0.375)]),
+    ):
+        values = enumerate(drawn["series"][name], drawn["first"])
+        assert [(at * drawn["step_s"], value) for at, value in values if value is not None] == expected
+
+
 @in_virtual_time
 async def test_a_finished_run_stands_still_however_late_one_looks() -> None:
     """Whoever follows it, or opens its page minutes later, sees the run, not the minutes; nobody is missed."""
