@@ -40,6 +40,7 @@ from diloco.workers.moments.local_state import Recover, RecoveryOptions, own_mom
 from diloco.workers.moments.optimizer_state import Optimizers
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import StateFolder
+from diloco.workers.moments.stateful import Stateful
 from diloco.workers.names import state_with
 from diloco.workers.parameters import Adopted, FragmentParameters, described
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
@@ -74,6 +75,7 @@ class Learner(BaseLearner):
         state_every_s: float = STATE_S,
         recover: Recover = "auto",
         log_losses: bool = False,
+        state: Mapping[str, Stateful] | None = None,
         encode_on: EncodeOn = "auto",
         same_frozen: bool = True,
         mesh: Any = None,
@@ -106,6 +108,9 @@ class Learner(BaseLearner):
                 optimizer has moments.
             state_every_s: seconds between two savings.
             log_losses: append each step's loss to `state_dir`/losses.jsonl.
+            state: objects with `state_dict` and `load_state_dict`, by name, such as a `StatefulDataLoader`. Their
+                states are saved to `state_dir` with the moments, at the end of the same step. If the learner comes
+                back, they are loaded before `open` returns, so begin to iterate after that. Each rank keeps its own.
             encode_on: where deltas are encoded and their bases and residuals are kept. "cpu": in host memory; "device":
                 on the model's device, at 4 bytes per parameter, or 8 to 16 if the codec quantizes; "auto": "device" if
                 that is CUDA.
@@ -136,6 +141,7 @@ class Learner(BaseLearner):
             state_every_s=state_every_s,
             recover=recover,
             log_losses=log_losses,
+            state=dict(state) if isinstance(state, Mapping) else state,
             encode_on=encode_on,
             same_frozen=same_frozen,
         )
@@ -339,7 +345,7 @@ class Learner(BaseLearner):
             run=given.run,
             learner=self.id,
             incarnation=self.incarnation,
-            options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
+            options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses, given.state or {}),
             make_folder=make_folder,
         )
         names = {tensor.name for tensor in spec.tensors}

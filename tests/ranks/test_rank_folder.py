@@ -45,6 +45,7 @@ def save(path: Path, held: list[Ranges], rank: int, chance: bytes, steps: int = 
         torch_rng=chance,
         python_rng=(3, (1, 2), None),
         shard=None,
+        objects={"data": chance},
     )
     one = folder(path, held, rank)
     one.save(lambda: (state, moments))
@@ -52,7 +53,7 @@ def save(path: Path, held: list[Ranges], rank: int, chance: bytes, steps: int = 
 
 
 @pytest.mark.parametrize("then", [REPLICAS, HALVES])
-def test_each_rank_goes_on_with_its_own_random_state(tmp_path: Path, then: list[Ranges]) -> None:
+def test_each_rank_goes_on_with_its_own_random_state_and_data_position(tmp_path: Path, then: list[Ranges]) -> None:
     """Also a replica that saves no moments, and where as many ranks hold other rows now: none draws its data again."""
     for rank, chance in enumerate((b"zero", b"one")):
         save(tmp_path, REPLICAS, rank, chance)
@@ -60,15 +61,16 @@ def test_each_rank_goes_on_with_its_own_random_state(tmp_path: Path, then: list[
         found = folder(tmp_path, then, rank).load(RUN, KIND)
         assert found is not None
         assert (found[0].torch_rng, found[0].python_rng) == (chance, (3, (1, 2), None))
+        assert found[0].objects == {"data": chance}
         start, stop = then[rank]["t"]
         assert list(found[1].flats[0]["momentum"]) == list(range(start, stop))
 
 
-def test_a_random_state_of_other_ranks_or_another_run_is_not_taken(tmp_path: Path) -> None:
+def test_a_random_state_or_position_of_other_ranks_or_another_run_is_not_taken(tmp_path: Path) -> None:
     """A rank that was not there before goes on with what its process has."""
     for rank in range(2):
         save(tmp_path, REPLICAS, rank, b"old")
-    here = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
+    here = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate(), "objects": {}}
     found = folder(tmp_path, [{"t": (0, 4)}] * 3, 1).load(RUN, KIND)
     assert found is not None
     assert found[0].model_dump(include=set(here)) == here

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.writable import try_folder
@@ -18,9 +18,16 @@ from diloco.pipeline.units import parse_whole
 from diloco.pipeline.wrong_values import format_problem
 from diloco.workers.copies.losses import Loss, loss_copy
 from diloco.workers.moments.state_folder import LOCK_FILE, LOSSES_FILE
+from diloco.workers.moments.stateful import Stateful
 
 MAX_STEP_TOKENS = 2**40
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _stateful(value: Any) -> Any:
+    if not isinstance(value, Stateful):
+        raise ValueError("it has no state_dict() and load_state_dict(): torchdata's StatefulDataLoader has them")
+    return value
 
 
 class Arguments(BaseModel):
@@ -39,6 +46,7 @@ class Arguments(BaseModel):
     state_every_s: Annotated[_Finite, Field(gt=0)] = STATE_S
     recover: Literal["auto", "peer", "fresh"] = "auto"
     log_losses: bool = False
+    state: Annotated[dict[str, Annotated[Any, AfterValidator(_stateful)]], Field(max_length=64)] | None = None
     encode_on: EncodeOn = "cpu"
     same_frozen: bool = True
 
@@ -50,7 +58,7 @@ class _Named(BusSettings):
 
 
 # Arguments that may differ among the ranks of a learner.
-OWN = {"redis_url", "state_dir", "state_every_s", "log_losses"}
+OWN = {"redis_url", "state_dir", "state_every_s", "log_losses", "state"}
 
 
 def together(given: Arguments) -> dict[str, str]:
@@ -71,7 +79,7 @@ def check_arguments(**given: Any) -> Arguments:
     except ValidationError as error:
         problems = error.errors(include_url=False)
         first = problems[0]
-        name = ".".join(map(str, first["loc"][:2] if first["loc"][0] == "trainer" else first["loc"][:1]))
+        name = ".".join(map(str, first["loc"][:2] if first["loc"][0] in ("trainer", "state") else first["loc"][:1]))
         shown = "***" if name in SECRETS else _shown(first["input"])
         wrong = " or ".join(dict.fromkeys(format_problem(one) for one in problems if one["input"] is first["input"]))
         raise UsageError(f"Learner: {name}={shown}: {wrong}") from None
@@ -80,6 +88,8 @@ def check_arguments(**given: Any) -> Arguments:
             try_folder(Path(arguments.state_dir), LOCK_FILE, LOSSES_FILE)
     if arguments.log_losses and arguments.state_dir is None:
         raise UsageError("log_losses (DILOCO_LOG_LOSSES) needs state_dir for losses.jsonl: set it (--state-dir)")
+    if arguments.state and arguments.state_dir is None:
+        raise UsageError("Learner: state= needs state_dir=, the folder where these states are saved")
     if arguments.tokens is not None and arguments.sync is not None and "tokens" in arguments.sync.model_fields_set:
         raise UsageError("Learner: the budget is given twice: leave out either tokens= or the tokens of sync=")
     return arguments

@@ -19,6 +19,7 @@ from diloco.workers.moments.optimizer_state import StateCopy
 from diloco.workers.moments.recovery import FoundMoments, Source, torch_rng
 from diloco.workers.moments.saved_moments import Moments
 from diloco.workers.moments.state_folder import SavedState
+from diloco.workers.moments.stateful import pack, unpack, warn_unmoved
 from diloco.workers.rounds import Rounds
 from diloco.workers.times import TIMES
 
@@ -37,9 +38,15 @@ class Keeper:
         self._failed = False  # a failure to copy was logged
         self._next_save_s = self._next_losses_s = 0.0
         self._losses: deque[tuple[int, float, float, Loss]] = deque(maxlen=LOSSES_KEPT)
+        self._packed = False  # the objects' states were once packed
+        self._saved: tuple[int, dict[str, bytes]] = 0, {}  # steps and objects of the last save
 
     def restore(self, found: FoundMoments) -> None:
-        """Put what was found into the optimizer and this process, before the first step; release it then."""
+        """Put what was found into the optimizer, the objects and this process, before the first step; release it then.
+
+        Raises:
+            UsageError: an object does not take its saved state.
+        """
         now = time.monotonic()
         self._next_save_s, self._next_losses_s = now + self._own.options.state_every_s, now
         self.source = found.source
@@ -50,6 +57,7 @@ class Keeper:
         found.moments = None
         if (saved := found.saved) is not None:
             self.earlier_steps = saved.steps
+            unpack(self._own.options.state, saved.objects, self._own.options.state_dir)
             torch.set_rng_state(torch_rng(saved))
             random.setstate(saved.python_rng)
 
@@ -58,11 +66,17 @@ class Keeper:
         self._copy = None
         if self._own.state is None:
             return False
-        self._own.state.clear()
-        return True
+        return self._own.state.clear()
 
     def stepped(self, shared: Shared, progress: float, loss: Loss | None) -> None:
-        """Copy a fragment of the moments after a step, if a copy is wanted. Never waits, and never raises."""
+        """Copy a fragment of the moments after a step, if a copy is wanted. Never waits.
+
+        Raises:
+            UsageError: after the first step: an object's state cannot be saved.
+        """
+        if not self._packed:
+            pack(self._own.options.state)
+            self._packed = True
         now = time.monotonic()
         try:
             self._stepped(now, shared, progress, loss)
@@ -134,6 +148,10 @@ class Keeper:
             return
         steps, shard = self.earlier_steps + self._rounds.steps, shared.shard_position
         torch_rng, python_rng = torch.get_rng_state(), random.getstate()
+        objects = pack(self._own.options.state)
+        if steps > self._saved[0]:
+            warn_unmoved(self._own.options.state, self._saved[1], objects)
+        self._saved = steps, objects
 
         def make() -> tuple[SavedState, Moments]:
             moments = copy.moments()
@@ -148,6 +166,7 @@ class Keeper:
                 torch_rng=torch_rng.numpy().tobytes(),
                 python_rng=python_rng,
                 shard=shard,
+                objects=objects,
             )
             return state, moments
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.settings import STATE_S
 from diloco.workers.moments.optimizer_state import Optimizers, OptimizerState, StateCopy, recoverable_state, several
 from diloco.workers.moments.state_folder import RunIdentity, StateFolder
+from diloco.workers.moments.stateful import Stateful
 
 Recover = Literal["auto", "peer", "fresh"]
 
@@ -33,6 +34,8 @@ class RecoveryOptions:
     state_every_s: float = STATE_S
     log_losses: bool = False
     """Append every step's loss to `losses.jsonl` in `state_dir`."""
+    state: Mapping[str, Stateful] = field(default_factory=dict)
+    """Objects whose state is saved too, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ def own_moments(
         for one in given:
             one.state.clear()
         held = False
+    if state is None and options.state:
+        state = OptimizerState(model, [], layout)  # saves nothing of the optimizers
     kept = layout if state is None else state.layout
     folder = None if options.state_dir is None else make_folder(options.state_dir, kept)
     return OwnMoments(run, learner, incarnation, kept, options, state, held, folder)

@@ -199,10 +199,11 @@ class OptimizerState:
             here, there = ({name: _form(value) for name, value in sorted(one.items())} for one in (state, kept))
             raise TypeError(f"for {tensor} the optimizer keeps {here}, but kept {there} in a trial of a different size")
 
-    def clear(self) -> None:
-        """Empty the optimizers' state, so that they begin fresh."""
+    def clear(self) -> bool:
+        """Empty the optimizers' state, so that they begin fresh; return False if there are none."""
         for one in self._optimizers:
             one.state.clear()
+        return bool(self._optimizers)
 
     def check(self, moments: Moments) -> None:
         """Refuse a checkpoint whose other tensors are not those that the optimizers would continue from.

@@ -8,7 +8,7 @@ it from then on (`keeper`).
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import structlog
@@ -46,9 +46,12 @@ class Recovery:
 
     async def find(self, peers: Peers | None, versions: tuple[int, ...], state: RunState | None) -> FoundMoments:
         """Choose a source of moments while joining, and fetch them; never raises because there are none."""
-        if max(versions) == 0:
+        start = max(versions) == 0
+        if start and not self._own.options.state:
             return FoundMoments("start")
-        found = await self._look(peers, state)
+        found = await self._look(None if start else peers, state)
+        if start and found.moments is None:
+            found.source = "start"
         structlog.get_logger().info("moments_recovered", learner=self._own.learner, source=found.source)
         return found
 
@@ -67,7 +70,9 @@ class Recovery:
             else:
                 if loaded is not None:
                     saved, moments = loaded
-                    return FoundMoments("checkpoint", moments, saved)
+                    if own.state.kind.optimizer:
+                        return FoundMoments("checkpoint", moments, saved)
+                    return replace(here, saved=saved)  # it has only the states of objects
         if own.held and recover == "auto":
             return here
         asked = None if peers is None else await peers.ask()

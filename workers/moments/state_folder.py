@@ -6,7 +6,7 @@
     <folder>/losses.jsonl                if asked for: the training loss of every step
 
 A thread of its own does all the writing, one file at a time, so a caller that saves never waits. Nothing here is ever
-unpickled.
+unpickled, except by torch's `weights_only` loader (`stateful`).
 """
 
 import fcntl
@@ -96,6 +96,8 @@ class SavedState(Message):
     whole."""
     partition: Text = ""
     """Identifies which of several ranks hold what: only files of the same partition together are a whole checkpoint."""
+    objects: dict[str, bytes] = Field(default_factory=dict)
+    """States of the objects of `Learner(state=...)`, as `stateful.pack` makes them; of a rank, its own."""
     shard: tuple[str, int] | None
     """Entry id of the data shard being read, and its blocks already read. For people only: after a restart the work
     queue gives its rest to the first learner that asks."""

@@ -1,7 +1,7 @@
 """A learner's state folder: each rank saves what it holds, and any number of ranks, even one, can read it again.
 
     <folder>/rank-<r>-of-<n>/   a `StateFolder` of rank r's shards; among replicas only the first one saves, and the
-                                others save only a `RANDOM_FILE` with their random states
+                                others save only a `RANDOM_FILE` with their random states and objects
     <folder>/                   the state of a learner that is one process
 
 What is read is the complete set of files that has gone furthest; docs/explanation/ranks.md ("Moments") says why its
@@ -38,7 +38,7 @@ from diloco.workers.moments.state_folder import (
 )
 from diloco.workers.ranks.placement import Range, Ranges, local_layout
 
-# Holds a `SavedState` of which only the random states are used.
+# Holds a `SavedState` of which only the random states and the objects are used.
 RANDOM_FILE = "random.json"
 # The states of one saved set, by folder.
 Parts = dict[Path, SavedState]
@@ -169,9 +169,13 @@ class RankFolder(StateFolder):
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
 
     def _with_own_random_state(self, state: SavedState) -> SavedState:
-        """Replace the random states by those that this rank, of as many, saved last, otherwise by this process's."""
-        # With another rank's random states this rank would draw that rank's data.
+        """Replace the random states and objects by those that this rank, of as many, saved last.
+
+        If it saved none, random states are this process's, and there are no objects.
+        """
+        # With another rank's random states or data position this rank would read that rank's data.
         here: dict[str, Any] = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
+        here["objects"] = {}
         saved = list[SavedState]()
         for name in (STATE_FILE, RANDOM_FILE):
             with suppress(StateRefused):  # there is none, or a damaged one
@@ -179,7 +183,7 @@ class RankFolder(StateFolder):
         saved = [one for one in saved if one.identity.same(state.identity)]
         if saved:
             last = max(saved, key=lambda one: one.steps)
-            here = {"torch_rng": last.torch_rng, "python_rng": last.python_rng}
+            here = {"torch_rng": last.torch_rng, "python_rng": last.python_rng, "objects": last.objects}
         return state.model_copy(update=here)
 
 
