@@ -49,6 +49,15 @@ RunFolder = Annotated[
     Path | None, typer.Argument(metavar="DIR", help="Output folder of `diloco run` (default: the newest in runs/)")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price",
+        metavar="AMOUNT",
+        min=0,
+        help="Price of one learner's hour in any currency: show also what the run has cost, and what failures cost",
+    ),
+]
 
 
 class RedisSettings(Settings):

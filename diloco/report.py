@@ -6,19 +6,22 @@ report and the page of its last moment; if `diloco run` did not start it, there 
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from diloco.launcher.display import cost_words
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, Place, ended_without_report, is_live, locate
 from diloco.launcher.page import MODEL_FILE, folder_of_page, redis_route, write_page
 from diloco.launcher.report import read_report, summary, summary_so_far
-from diloco.options import ViewSettings, takes
+from diloco.options import Price, ViewSettings, takes
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.view.goodput import cost
 from diloco.pipeline.view.page.collector import MAX_READ, RunReader
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.model import Model, PageModel
@@ -46,7 +49,7 @@ Html = Annotated[
 
 
 @takes(ViewSettings)
-def command(settings: ViewSettings, folder: ReportFolder = None, html: Html = None) -> None:
+def command(settings: ViewSettings, folder: ReportFolder = None, html: Html = None, price: Price = None) -> None:
     """Print the report of a run, finished or not. With --html, write its page as one file, which needs no server.
 
     The run is the one in DIR, otherwise the one on the given Redis, otherwise the newest in runs/. The report of a live
@@ -67,7 +70,7 @@ def command(settings: ViewSettings, folder: ReportFolder = None, html: Html = No
     if folder is None or is_live(folder):
         place = locate(settings, folder)
         if place.redis_url is not None:
-            _tell(*asyncio.run(_poll(place.redis_url, place.run, known=place.folder is not None)), place, html)
+            _tell(*asyncio.run(_poll(place.redis_url, place.run, known=place.folder is not None)), place, html, price)
             return
         folder = place.folder
         assert folder is not None  # noqa: S101  # a place without a Redis URL has a folder
@@ -78,7 +81,8 @@ def command(settings: ViewSettings, folder: ReportFolder = None, html: Html = No
     if html is not None:
         typer.echo(write_page(model_of(folder), html))
     elif (folder / REPORT_FILE).is_file():
-        typer.echo(summary(read_report(folder / REPORT_FILE)))
+        report = read_report(folder / REPORT_FILE)
+        typer.echo(summary(report) + _cost(report.get("goodput"), price))
     else:
         why = ended_without_report(folder) if (folder / RUN_FILE).is_file() else f"{folder} has no {REPORT_FILE}"
         raise UsageError(why, "to create a page from its tape, pass --html FILE")
@@ -105,9 +109,14 @@ async def _poll(url: str, run: str, known: bool) -> tuple[Model, Status]:
     return model.snapshot(), poll.status
 
 
-def _tell(model: Model, status: Status, place: Place, html: Path | None) -> None:
+def _cost(goodput: Mapping[str, Any] | None, price: float | None) -> str:
+    """Return one more line of a summary, or "" without a price."""
+    return "" if price is None else f"\ncost {cost_words(cost(goodput, price) if goodput else None)}"
+
+
+def _tell(model: Model, status: Status, place: Place, html: Path | None, price: float | None) -> None:
     if html is None:
-        typer.echo(summary_so_far(status, model["curves"].values()))
+        typer.echo(summary_so_far(status, model["curves"].values()) + _cost(status["goodput"], price))
         if place.page:
             typer.echo(f"page       {place.page}")
         return

@@ -18,16 +18,17 @@ from rich.live import Live
 from rich.text import Text
 
 from diloco.launcher.baseline import baseline_status
-from diloco.launcher.display import render
+from diloco.launcher.display import cost_words, render
 from diloco.launcher.locate import REPORT_FILE, Place, locate
 from diloco.launcher.page import PAGE_FILE, redis_route
 from diloco.launcher.report import read_report, summary
-from diloco.options import AsJson, RunFolder, SettingsCommand, ViewSettings, takes
+from diloco.options import AsJson, Price, RunFolder, SettingsCommand, ViewSettings, takes
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.view.goodput import Cost, cost
 from diloco.pipeline.view.status import Status, is_missed, present
 from diloco.pipeline.view.status_reader import read_status
 
@@ -64,15 +65,20 @@ class _RunInfo:
             return kept.resolve().as_uri()
         return self.place.page or self.syncers_page
 
-    def as_json(self) -> str:
-        """Return one line of JSON, with the page's address if it is known."""
+    def _cost(self, price: float) -> Cost | None:
+        goodput = (self.status or self.report).get("goodput")
+        return cost(goodput, price) if goodput else None
+
+    def as_json(self, price: float | None) -> str:
+        """Return one line of JSON, with the page's address if it is known, and what the run costs at a price."""
         if self.closing:
             return dumps({"run": self.place.run, "phase": Phase.CLOSING, "report": str(self._report_file())})
         page, _, host = (self.place.page or self.syncers_page or "").partition(" on ")
         more = ({"page": page} if page else {}) | ({"page_host": host} if host else {})
-        return dumps(self.report or {**(self.status or {}), **more})
+        money = {} if price is None else {"cost": self._cost(price)}
+        return dumps(({**self.status, **more} if self.status is not None else self.report) | money)
 
-    def as_text(self) -> Iterator[RenderableType]:
+    def as_text(self, price: float | None) -> Iterator[RenderableType]:
         """Yield the parts of the human-readable status."""
         if self.closing:
             yield Text(
@@ -83,6 +89,8 @@ class _RunInfo:
             yield render(self.status)
         else:
             yield Text(summary(self.report))
+        if price is not None and not self.closing:
+            yield Text(f"cost       {cost_words(self._cost(price))}")
         if page := self.page():
             yield Text(f"page       {page}{'; elsewhere: diloco watch' if ' on ' in page else ''}")
         if (status := self.status) is not None and status["phase"] in ("waiting", Phase.RUNNING):
@@ -196,12 +204,18 @@ Every = Annotated[
 
 
 @takes(ViewSettings)
-def command(settings: ViewSettings, folder: RunFolder = None, as_json: AsJson = False, every_s: Every = None) -> None:
+def command(
+    settings: ViewSettings,
+    folder: RunFolder = None,
+    as_json: AsJson = False,
+    every_s: Every = None,
+    price: Price = None,
+) -> None:
     """Show a live run and the address of its page, or the report of a finished one."""
     console = Console()
     found = _find(settings, folder)
     if every_s is None:
-        _put(console, found, as_json)
+        _put(console, found, as_json, price)
         return
     settings = settings.model_copy(update={"run": found.place.run})  # the same run, whichever others begin meanwhile
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
@@ -210,9 +224,9 @@ def command(settings: ViewSettings, folder: RunFolder = None, as_json: AsJson = 
             live.start()
         while True:
             if live is not None and (found.status is not None or not found.over):
-                live.update(Group(*found.as_text()), refresh=True)
+                live.update(Group(*found.as_text(price)), refresh=True)
             else:
-                _put(console, found, as_json)
+                _put(console, found, as_json, price)
             if found.over:
                 return
             time.sleep(every_s)
@@ -237,9 +251,9 @@ def _again(settings: ViewSettings, folder: Path | None, every_s: float) -> _RunI
         time.sleep(every_s)
 
 
-def _put(console: Console, found: _RunInfo, as_json: bool) -> None:
+def _put(console: Console, found: _RunInfo, as_json: bool, price: float | None) -> None:
     if as_json:
-        typer.echo(found.as_json())
+        typer.echo(found.as_json(price))
         return
-    for part in found.as_text():
+    for part in found.as_text(price):
         console.print(part, soft_wrap=isinstance(part, Text))

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from diloco.pipeline.bus.ports import BusInfo, Clock
 from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.view.goodput import summed
 from diloco.pipeline.view.page.last_poll import Reading
 from diloco.pipeline.view.page.model import Poll
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
@@ -93,6 +94,25 @@ def _fates(_: Reading, poll: Poll, __: float) -> Values:
     yield ("pending",), lost["pending"]
 
 
+def _goodput(_: Reading, poll: Poll, __: float) -> Values:
+    yield (), None if poll.status["goodput"] is None else poll.status["goodput"]["since_start"]["goodput"]
+
+
+def _badput(_: Reading, poll: Poll, __: float) -> Values:
+    if poll.status["goodput"] is not None:
+        yield from (((cause,), one) for cause, one in poll.status["goodput"]["since_start"]["badput"].items())
+
+
+def _seconds(reading: Reading, _: Poll, __: float) -> Values:
+    yield from (((activity,), one) for activity, one in summed(reading.time).items())
+
+
+def _seconds_of_learners(reading: Reading, _: Poll, __: float) -> Values:
+    for learner in reading.learners():
+        for activity, one in reading.time.get(learner["id"], {}).items():
+            yield (learner["id"], activity), one
+
+
 def _states(reading: Reading, _: Poll, __: float) -> Values:
     yield from (((state,), count) for state, count in reading.counted().items())
 
@@ -155,6 +175,19 @@ FIGURES = (
         "Merged share of the tokens trained in the last five minutes",
         _one(lambda at: at.status["merged_share"]["recent"]),
     ),
+    Figure(
+        "diloco_run_goodput",
+        "Goodput since the start: share of the learners' time that trained tokens which are not lost",
+        _goodput,
+    ),
+    Figure("diloco_run_badput", "Shares of the rest of that time, by cause", _badput, ("cause",)),
+    Figure(
+        "diloco_run_learner_seconds",
+        "Time of all learners by activity: training, blocked, joining, rejoining, away",
+        _seconds,
+        ("activity",),
+        counter=True,
+    ),
     Figure("diloco_run_outer_steps", "Outer steps of all fragments", _one(lambda at: at.status["outer_steps"])),
     Figure(
         "diloco_run_rewound_seconds",
@@ -182,6 +215,13 @@ FIGURES = (
         "Tokens that the learner has trained since its process started",
         _of_learners(lambda _, one: one["tokens"]),
         LEARNER,
+        counter=True,
+    ),
+    Figure(
+        "diloco_learner_seconds",
+        "Its time by activity, since it first began to join: training, blocked, joining, rejoining, away",
+        _seconds_of_learners,
+        ("learner", "activity"),
         counter=True,
     ),
     Figure(

@@ -232,6 +232,7 @@ class BaseLearner:
             if self._opened:
                 raise UsageError("a Learner can be opened only once: create a new one to join again")
             self._opened = True
+        self.times.joining_begins(time.perf_counter())
         try:
             self._stopping.install()
             try:

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from diloco.pipeline.ema import Ema
+from diloco.pipeline.view.merged_share import RECENT_S, SAMPLE_S
 
 # The median is taken over this many step times.
 STEPS_KEPT = 4096
@@ -29,7 +30,14 @@ class StepTimes:
         self._rates = 0.0, 0.0
         self._steps = 0
         self.blocked_s = 0.0  # time inside the library's own calls, without the cost of its other thread
+        self._joins: float | None = None
         self._began = self._returned = 0.0
+        # (wall_s, blocked_s) at moments of the last minutes, and at the last one before them.
+        self._marks = deque([(0.0, 0.0)])
+
+    def joining_begins(self, now: float) -> None:
+        """Note when the learner begins to join."""
+        self._joins = now
 
     def training_begins(self, now: float) -> None:
         """Start the clock: all before this was joining."""
@@ -65,11 +73,18 @@ class StepTimes:
         if last or not self._median[0] or now - self._median[1] >= MEDIAN_S:
             times = self._times.copy()  # atomic under the interpreter's lock: the training thread appends meanwhile
             self._median = median(times) if times else 0.0, now
+        wall_s, blocked_s, marks = self.elapsed_s(now), self.blocked_s, self._marks
+        if wall_s - marks[-1][0] >= SAMPLE_S:
+            marks.append((wall_s, blocked_s))
+        while len(marks) > 1 and wall_s - marks[1][0] >= RECENT_S:
+            marks.popleft()
         rates, weights = self._rates  # one read of both, since the training thread replaces the pair meanwhile
         return {
             "tokens_per_s": rates / weights if weights else 0.0,
             "step_s": self.step_s,
             "step_s_median": self._median[0],
-            "blocked_s": self.blocked_s,
-            "wall_s": self.elapsed_s(now),
+            "blocked_s": blocked_s,
+            "wall_s": wall_s,
+            "joining_s": 0.0 if self._joins is None else max(0.0, (self._began or now) - self._joins),
+            "earlier": marks[0],
         }

@@ -78,6 +78,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
         "progress": min(1.0, last["tokens"] / budget),
         "merged_tokens": last["tokens"],
         "merged_share": shares((), (0.0, last["tokens"], last["tokens"])),
+        "goodput": None,
         "outer_steps": 0,
         "refused": {},
         "tokens_lost": {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0},

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diloco.launcher.display import merged_share, trained
+from diloco.launcher.display import goodput_words, merged_share, trained
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.fragments import Layout
@@ -16,6 +16,7 @@ from diloco.pipeline.messages.fragment import Committed, Rejected, TapeRecord
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport, Phase
 from diloco.pipeline.pacing import long_rounds
 from diloco.pipeline.units import count, counted, duration
+from diloco.pipeline.view.goodput import Division, Goodput, Seconds, divide
 from diloco.pipeline.view.ledger import (
     CAUSES,
     Account,
@@ -90,6 +91,8 @@ class Outcome:
     """(Unix time, trained tokens), in order."""
     curves: Collection[LossCurve] = ()
     """The learners' losses, in Unix time."""
+    goodput: Goodput | None = None
+    """Of the status, which knows the learners' time."""
     origin: Origin | None = None
     kill: Kill | None = None
     checkpoint: str | None = None
@@ -218,6 +221,29 @@ def _shares(outcome: Outcome, sums: Totals, base: Origin | None) -> MergedShare:
     return shares((before,), (end_s, trained, merged), sums.lost["pending"])
 
 
+def _goodput(found: Goodput | None, parts: Sequence[Account], layout: Layout | None) -> dict[str, Any] | None:
+    """Return the goodput of the run and of each learner, by the fates of their tokens according to the tape."""
+    if found is None or layout is None:
+        return None
+
+    def division(seconds: Seconds, parts: Sequence[Account]) -> Division:
+        sums = totals(parts, layout)
+        late = min(sums.lost["rejected"], sum(part.late for part in parts) // layout.elements)
+        lost = {"overwritten": sums.lost["overwritten"], "late": late}
+        lost |= {"refused": sums.lost["rejected"] - late, "died": sums.lost["died"]}
+        return divide(seconds, max(0, sums.tokens - sum(lost.values())), lost)
+
+    return {
+        "since_start": division(found["since_start"]["seconds"], parts),
+        "recent": found["recent"],
+        "learners": {
+            name: division(seconds, [part for part in parts if part.learner == name])
+            for name, seconds in found["learners"].items()
+        },
+        "merged_tokens": totals(parts, layout).merged,
+    }
+
+
 def _final_loss(evaluations: Sequence[Evaluation], warnings: list[str]) -> float | None:
     final = next((one for one in reversed(evaluations) if one.final), None)
     if final is not None:
@@ -262,6 +288,7 @@ def build(outcome: Outcome) -> Report:
         "merged_tokens": sums.merged + (base.merged_tokens if base else 0),
         "merged_share": _shares(outcome, sums, base),
         "tokens_lost": sums.lost,
+        "goodput": _goodput(outcome.goodput, parts, outcome.layout),
         "token_elements": sums.elements,
         "wall_s": outcome.wall_s,
         "elapsed_s": outcome.elapsed_s,
@@ -361,6 +388,7 @@ def summary_so_far(status: Status, curves: Collection[LossCurve] = ()) -> str:
         *_loss(evaluation and evaluation["loss"], evaluation is not None, curves, not status["own_loop"]),
         f"tokens: {ledger_line(account)}",
         f"merged share {merged_share(status['merged_share'])}",
+        f"goodput {goodput_words(status['goodput'])}",
         f"training blocked for at most {blocked:.2%} of the time",
     ]
     return "\n".join(lines + [f"warning: {warning}" for warning in status["warnings"]])
@@ -395,6 +423,7 @@ def summary(report: Report) -> str:
         *_loss(loss, loss is not None or bool(report["evaluations"]), report.get("curves", ())),
         f"tokens: {ledger_line(report)}",
         f"merged share {merged_share(report['merged_share'])}",
+        f"goodput {goodput_words(report.get('goodput'))}",
         f"training blocked for at most {blocked:.2%} of the time",
     ]
     lines += _demo_lines(report["demo"]) if report["demo"] else []

@@ -73,6 +73,10 @@ class LearnerReport(Message):
     take from training through the GIL and the shared core; `diloco bench cost` measures that too."""
     wall_s: Seconds
     """Time since the first step."""
+    joining_s: Seconds = 0.0
+    """Time that this incarnation took to join, from `Learner.open` until `wall_s` began to count."""
+    earlier: tuple[Seconds, Seconds] = (0.0, 0.0)
+    """`wall_s` and `blocked_s` as they were about five minutes before this report; zeros if it was still joining."""
     left: bool
     """True in the last report of a clean leave."""
     host: Shown

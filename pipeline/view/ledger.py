@@ -16,12 +16,22 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.fragment import Committed, Contribution, DeltaHeader, Rejected, Rewound, TapeRecord
+from diloco.pipeline.messages.fragment import (
+    Committed,
+    Contribution,
+    DeltaHeader,
+    RefusalReason,
+    Rejected,
+    Rewound,
+    TapeRecord,
+)
 from diloco.pipeline.view.ledger_inputs import Incarnation, LedgerInputs
 
 # Why tokens are not merged, by the names in reports.
 CAUSES = ("overwritten", "rejected", "died", "pending", "unaccounted")
-Fate = Literal["merged", "offered", "refused"]
+Fate = Literal["merged", "offered", "refused", "late"]
+# A delta that is refused for one of these reasons is sound, but too late.
+LATE = (RefusalReason.TOO_STALE, RefusalReason.UPLOAD_TIMEOUT, RefusalReason.RUN_FINISHED)
 
 
 @dataclass(slots=True)
@@ -43,6 +53,8 @@ class Account:
     published: int = 0
     merged: int = 0
     rejected: int = 0
+    late: int = 0
+    """Part of `rejected`: refused only because it came too late (`LATE`)."""
     offered: int = 0
     arrived_by_fragment: dict[int, int] = field(default_factory=dict)
     """By fragment: tokens that reached the syncer, that is, were merged, rejected, or are still on the stream."""
@@ -159,11 +171,11 @@ def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout:
         for part in commit.contributions:
             books.note("merged", commit.fragment, part)
     for header in ledger_inputs.offers:
-        books.note("refused" if ledger_inputs.finished else "offered", header.fragment, header)
+        books.note("late" if ledger_inputs.finished else "offered", header.fragment, header)
     untold = {record.learner for record in records if isinstance(record, Rejected) and record.last_told}
     for record in records:
         if isinstance(record, Rejected) and record.lost_tokens:
-            books.note("refused", record.fragment, record)
+            books.note("late" if record.reason in LATE else "refused", record.fragment, record)
     found = books.close()
     bus_lost = lost or any(report.outages for report in ledger_inputs.reports)
     reported = set()
@@ -209,12 +221,14 @@ class _DeltaFates:
         for (fragment, learner, incarnation, _), tokens_by_fate in sorted(self._tokens.items()):
             merged = tokens_by_fate["merged"]
             offered = max(0, tokens_by_fate["offered"] - merged)
-            rejected = max(0, tokens_by_fate["refused"] - merged - offered)
+            refused = max(0, tokens_by_fate["refused"] - merged - offered)
+            rejected = max(refused, tokens_by_fate["late"] - merged - offered)
             one = found.setdefault((learner, incarnation), Account(learner, incarnation))
             elements = self._elements[fragment]
             one.merged += merged * elements
             one.offered += offered * elements
             one.rejected += rejected * elements
+            one.late += (rejected - refused) * elements
             for column, tokens in (
                 (one.merged_by_fragment, merged),
                 (one.arrived_by_fragment, merged + offered + rejected),

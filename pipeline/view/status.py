@@ -19,6 +19,7 @@ from diloco.pipeline.messages.wire import MAX_TOKENS
 from diloco.pipeline.pacing import OuterStep, Pace, long_rounds, outer_budget, slow_merges
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.view import trouble
+from diloco.pipeline.view.goodput import Goodput, goodput
 from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.pipeline.view.merged_share import MergedShare, shares
 
@@ -138,6 +139,8 @@ class Status(TypedDict):
     progress: float
     merged_tokens: int
     merged_share: MergedShare
+    goodput: Goodput | None
+    """None for a data-parallel baseline."""
     outer_steps: int
     tokens_lost: TokensLost
     refused: dict[str, int]
@@ -257,6 +260,20 @@ def _tokens(
     return tokens, merged, TokensLost(overwritten=overwritten, rejected=rejected, died=died, pending=rest - died)
 
 
+def _in_this_part(
+    state: RunState | None, layout: Layout | None, tokens: int, merged: int, lost: TokensLost
+) -> tuple[int, int, dict[str, int]]:
+    """Return what `_tokens` returns, without earlier parts of the run, and without what is pending."""
+    earlier = dict.fromkeys(("overwritten", "rejected", "died"), 0)
+    if state is not None and layout is not None and state.base_tokens:
+        earlier["overwritten"] = state.base_overwritten // layout.elements
+        earlier["rejected"] = state.base_rejected // layout.elements
+        earlier["died"] = state.base_tokens - state.base_merged - sum(earlier.values())
+        tokens, merged = tokens - state.base_tokens, merged - state.base_merged
+    now = {cause: max(0, lost[cause] - gone) for cause, gone in earlier.items()}  # type: ignore[literal-required]
+    return max(tokens, sum(now.values())), max(0, merged), now
+
+
 def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s: float) -> float:
     """Return the run's time as defined by `Status.elapsed_s`."""
     if state is None:
@@ -342,7 +359,10 @@ def build_status(
     # Reports may be newer than the state, so they count for progress, unless the lead excludes some of their tokens.
     counted = state.counted_tokens if state is not None and state.set_aside else tokens
     samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)
-    merged_share = shares(samples, (began + elapsed_s, tokens, merged), lost["pending"])
+    end_s = began + elapsed_s
+    merged_share = shares(samples, (end_s, tokens, merged), lost["pending"])
+    own = _in_this_part(state, layout, tokens, merged, lost)
+    lately = None if merged_share["recent_is_all"] else merged_share["recent"]
     refused: Counter[str] = Counter()
     for head in present:
         refused.update(head.refused)
@@ -358,6 +378,7 @@ def build_status(
         "progress": min(1.0, counted / budget) if budget else 0.0,
         "merged_tokens": merged,
         "merged_share": merged_share,
+        "goodput": goodput(reports, state, *own, lately, end_s, now_unix_s, live_s),
         "outer_steps": sum(head.version for head in present),
         "tokens_lost": lost,
         "refused": dict(sorted(refused.items())),

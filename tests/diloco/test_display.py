@@ -7,12 +7,15 @@ from rich.console import Console
 from diloco.launcher.display import (
     Screen,
     compact_versions,
+    cost_words,
+    goodput_words,
     merged_share,
     plain_line,
     render,
     time_left,
 )
 from diloco.pipeline.units import count, duration
+from diloco.pipeline.view.goodput import cost
 
 
 def learner(name: str, **changes: Any) -> dict[str, Any]:
@@ -51,6 +54,17 @@ def fragment(p: int, **window: Any) -> dict[str, Any]:
     return {"id": p, "version": 13, "interval": 24, "asked_interval": 24, "window": idle | window} | totals
 
 
+GOODPUT: dict[str, Any] = {
+    "since_start": {
+        "seconds": {"training": 170.0, "blocked": 0.0, "joining": 0.0, "rejoining": 10.0, "away": 20.0},
+        "goodput": 0.775,
+        "badput": {"blocked": 0.0, "joining": 0.0, "rejoining": 0.05, "away": 0.1, "died": 0.075},
+    },
+    "recent": {"seconds": {}, "goodput": 0.9, "badput": {"not_merged": 0.1}},
+    "merged_tokens": 1_500_000,
+}
+
+
 def status(**changes: Any) -> dict[str, Any]:
     fields = {
         "run": "my-run",
@@ -68,6 +82,7 @@ def status(**changes: Any) -> dict[str, Any]:
             "recent_s": 305.0,
             "recent_is_all": False,
         },
+        "goodput": GOODPUT,
         "outer_steps": 104,
         "tokens_lost": {"overwritten": 21_000, "rejected": 0, "died": 3000, "pending": 80_000},
         "elapsed_s": 81.0,
@@ -267,3 +282,17 @@ def test_several_syncers_are_counted_and_the_lead_is_named():
     assert "syncers 2, b leads" in text_of(status(syncers=two), 140)
     two[1]["leads"] = False
     assert "syncers 2, nobody leads" in plain_line(status(syncers=two))
+
+
+def test_goodput_and_what_it_costs_are_one_line_each():
+    """The greatest cause first, and none that is nothing."""
+    line = "77.5% (90.0% in the last 5:00), badput 10.0% away, 7.5% died, 5.0% rejoining"
+    assert goodput_words(GOODPUT) == line
+    assert line in text_of(status(), width=200)
+    none = {"seconds": {}, "goodput": None, "badput": {}}
+    assert goodput_words(GOODPUT | {"recent": none}) == line.replace(" (90.0% in the last 5:00)", "")
+    assert goodput_words(GOODPUT | {"since_start": none}) == goodput_words(None) == "-"
+    spent = cost(GOODPUT, 360.0)
+    assert cost_words(spent) == "20.00, 13.33 per million merged tokens; badput 4.50, of which failures 4.50"
+    assert cost_words(cost(GOODPUT | {"merged_tokens": 0}, 0.36)) == "0.02; badput 0.0045, of which failures 0.0045"
+    assert cost_words(None) == "not known"

@@ -53,7 +53,7 @@ NUMBERS = [
 
 def greatest(name: str) -> list[Any]:
     """What a report may say there at most, of what a float and an integer of the wire may be."""
-    wrap = {"versions": lambda n: (n, n), "threads": lambda n: (n, n)}.get(name, lambda n: n)
+    wrap = {"versions": lambda n: (n, n), "threads": lambda n: (n, n), "earlier": lambda n: (n, n)}.get(name, lambda n: n)
     taken = []
     for number in GREATEST:
         try:

@@ -124,6 +124,30 @@ def test_the_report_holds_what_others_rely_on_and_is_json():
     assert built["warnings"] == []
 
 
+def test_the_report_divides_time_by_the_fates_on_the_tape():
+    """Of the run and of each learner, who is told late deltas from other refused ones."""
+    seen = [samples.seen("a", age_s=0.0, wall_s=300.0, blocked_s=30.0), samples.seen("b", age_s=100.0, wall_s=200.0)]
+    timed = build_status("run", samples.spec(), samples.run_state(), seen, [], None, [], 1300.0)["goodput"]
+    given = ledger_inputs(report(*A, tokens=100, overwritten=70), report(*B, tokens=100, left=False))
+    unsound = rejected(1, *A, tokens=20, lost=20, base=8).model_copy(update={"reason": RefusalReason.NON_FINITE})
+    refusals = [rejected(0, *A, tokens=10, lost=10), unsound]
+    merges = [committed(0, 1, (*A, 90), (*B, 50)), committed(1, 1, (*A, 70), (*B, 50))]
+    built = json.loads(json.dumps(build(outcome(goodput=timed, records=[*merges, *refusals], ledger_inputs=given))))
+    found = built["goodput"]
+    assert built["tokens_lost"]["rejected"] == 17
+    lost = {"overwritten": 7, "late": 3, "refused": 14, "died": 50}
+    badput = {"blocked": 30 / 600, "joining": 0, "rejoining": 0, "away": 100 / 600}
+    assert found["since_start"]["badput"] == pytest.approx(
+        badput | {cause: 470 / 600 * tokens / 200 for cause, tokens in lost.items()}
+    )
+    assert found["since_start"]["goodput"] == pytest.approx(470 / 600 * 126 / 200)
+    assert found["merged_tokens"] == 126
+    assert found["learners"]["a"]["goodput"] == pytest.approx(270 / 300 * 76 / 100)
+    assert found["learners"]["b"]["badput"]["died"] == pytest.approx(200 / 300 * 50 / 100)
+    assert "goodput 49.4%, badput 19.6% died, 16.7% away, 5.5% refused, 5.0% blocked" in summary(built)
+    assert build(outcome())["goodput"] is None
+
+
 def test_rounds_longer_than_asked_for_are_in_the_report():
     merges = [committed(0, v, (*A, 100)).model_copy(update={"interval": v}) for v in (2, 30, 40, 400)]
     built = build(outcome(asked_interval=24, records=merges))

@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -100,6 +101,21 @@ def test_it_ends_with_the_run(redis_server: str) -> None:
         output, _ = process.communicate(timeout=HANGING_S)
     assert process.returncode == 0
     assert [json.loads(line)["phase"] for line in output.splitlines()] == ["finished"]
+
+
+def test_a_price_is_shown_as_cost(redis_server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a learner that trained for 10 s; without a price there is nothing of it."""
+    asyncio.run(begin(redis_server, "paid", samples.run_state(phase=Phase.FINISHED, started_unix_s=time.time() - 60)))
+    ask = ["status", "--redis-url", redis_server, "--run", "paid"]
+    assert main([*ask, "--json", "--price", "360"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["goodput"]["since_start"]["seconds"]["training"] == pytest.approx(10, abs=0.1)
+    assert found["cost"]["total"] == pytest.approx(1, abs=0.01)
+    assert main([*ask, "--price", "360"]) == 0
+    assert "cost       1.00" in capsys.readouterr().out
+    assert main(ask) == 0
+    assert "cost " not in capsys.readouterr().out
+    assert main([*ask, "--price", "-1"]) == 2
 
 
 def test_in_a_terminal_it_is_drawn_in_place(redis_server: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.fragment import Committed, Rewound, TapeRecord
+from diloco.pipeline.messages.fragment import Committed, RefusalReason, Rewound, TapeRecord
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.view.ledger import Account, accounts, not_merged_by_fragment, problems, surviving, totals
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
@@ -64,6 +64,18 @@ def test_a_header_on_a_stream_is_pending_also_when_its_learner_is_dead_or_has_le
     parts = accounts([committed(1, 1, (*B, 100))], left, LAYOUT)
     assert problems(parts) == []
     assert totals(parts, LAYOUT).lost["pending"] == 30
+
+
+def test_what_was_refused_is_late_unless_it_was_unsound_too() -> None:
+    """Of the same training, a later attempt was late: what it adds to the unsound one is late."""
+    late = [rejected(0, *A, tokens=60, lost=60, base=base) for base in (7, 8)]
+    unsound = rejected(0, *A, tokens=40, lost=40, base=8).model_copy(update={"reason": RefusalReason.NON_FINITE})
+    merged = committed(1, 1, (*A, 120))
+    (part,) = accounts([merged, *late, unsound], ledger_inputs(report(*A, tokens=120)), LAYOUT)
+    assert (part.rejected, part.late) == ((60 + 60) * 3, (60 + 20) * 3)
+    header = samples.header(A[0], incarnation=A[1], fragment=0, base_version=0, tokens=100)
+    (part,) = accounts([committed(1, 1, (*A, 100))], ledger_inputs(report(*A, tokens=100), offers=(header,)), LAYOUT)
+    assert part.late == part.rejected == 300, "it came after the end"
 
 
 def test_a_header_that_came_after_the_end_is_as_good_as_rejected() -> None:

@@ -112,6 +112,28 @@ def test_every_figure_says_what_the_status_says() -> None:
     assert (of("redis_received_bytes_total"), of("redis_sent_bytes_total")) == ({"": 700}, {"": 900})
 
 
+def test_time_by_activity_is_counted_and_never_falls() -> None:
+    """A report that arrives later than the one before moves the end of an absence, which must not look like a restart
+    of the counter. Goodput and badput add up to 1."""
+    reading = Reading()
+    there = samples.seen("l0", 0.0, wall_s=90.0, joining_s=6.0, blocked_s=9.0)
+    dead = samples.seen("l1", 60.0, wall_s=30.0)
+    for late_s in (0.0, 1.0):
+        back = samples.seen("l1", late_s, incarnation="1" * 8, wall_s=20.0)
+        reading.see(poll([there, dead, back]))
+    registry = shown(reading)
+    assert values(registry, "diloco_learner_seconds_total") == {
+        **{"l0training": 81, "l0blocked": 9, "l0joining": 6, "l0rejoining": 0, "l0away": 0},
+        **{"l1training": 50, "l1blocked": 0, "l1joining": 0, "l1rejoining": 0, "l1away": 40},
+    }
+    time = values(registry, "diloco_run_learner_seconds_total")
+    assert time == {"training": 131, "blocked": 9, "joining": 6, "rejoining": 0, "away": 40}
+    badput = values(registry, "diloco_run_badput")
+    assert badput["blocked"] == pytest.approx(9 / 185)
+    assert badput.keys() >= {"away", "joining", "overwritten", "rejected", "died"}
+    assert values(registry, "diloco_run_goodput")[""] + sum(badput.values()) == pytest.approx(1)
+
+
 def test_only_the_lead_tells_of_the_run_and_only_what_it_read_lately() -> None:
     """A sum over syncers counts it once; where Redis is away there are no figures rather than old ones."""
     reading = Reading()

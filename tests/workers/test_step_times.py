@@ -2,6 +2,7 @@
 
 import pytest
 
+from diloco.pipeline.view.merged_share import RECENT_S, SAMPLE_S
 from diloco.workers.step_times import StepTimes
 
 
@@ -11,6 +12,30 @@ def test_a_report_that_was_begun_before_training_is_a_report():
     times.training_begins(10.0)
     assert times.reported(9.99, last=False)["wall_s"] == 0.0
     assert times.reported(12.5, last=False)["wall_s"] == 2.5
+
+
+def test_joining_lasts_until_training_begins():
+    """A report that is written meanwhile says how long it has lasted."""
+    times = StepTimes()
+    assert times.reported(5.0, last=False)["joining_s"] == 0.0
+    times.joining_begins(10.0)
+    assert times.reported(13.0, last=False)["joining_s"] == 3.0
+    for began_s in (14.0, 19.0):  # the second time it has its first shard
+        times.training_begins(began_s)
+        assert times.reported(30.0, last=False)["joining_s"] == began_s - 10.0
+
+
+def test_a_report_says_what_it_said_five_minutes_ago():
+    """To within the time between two samples; in a younger learner, what it said when training began."""
+    times, said = StepTimes(), {}
+    times.training_begins(100.0)
+    for now in range(100, 1000):
+        times.returned(now, now + 0.25, 1)
+        report = times.reported(now, last=False)
+        said[report["wall_s"]] = report["blocked_s"]
+        wall_s, blocked_s = report["earlier"]
+        assert blocked_s == (said[wall_s] if wall_s else 0.0)
+        assert wall_s == 0 if now < 400 else RECENT_S <= report["wall_s"] - wall_s < RECENT_S + SAMPLE_S
 
 
 def rate_after(took_s: list[float]) -> float:

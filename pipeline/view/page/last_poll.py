@@ -7,6 +7,7 @@ from statistics import median
 from diloco.pipeline.messages.fragment import Committed, Rewound
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.pacing import known_steps
+from diloco.pipeline.view.goodput import Seconds
 from diloco.pipeline.view.page.model import Poll
 from diloco.pipeline.view.status import LearnerStatus, is_missed, present
 
@@ -31,6 +32,9 @@ class Reading:
     only one."""
     merges: dict[int, Committed] = field(default_factory=dict)
     """By fragment: its last merge, from the tape."""
+    time: dict[str, Seconds] = field(default_factory=dict)
+    """The time of each learner since the start, by activity. It never falls, although reports that arrive with other
+    delays move the ends of `away` by milliseconds."""
     _versions: dict[int, int] = field(default_factory=dict)
 
     def see(self, poll: Poll) -> None:
@@ -43,6 +47,11 @@ class Reading:
         last = self.cosines | {c.learner: c.cosine for one in merges for c in one.contributions}
         there = [one["id"] for one in self.learners()]
         self.cosines = {name: cosine for name in there if (cosine := last.get(name)) is not None}
+        time = {} if poll.status["goodput"] is None else poll.status["goodput"]["learners"]
+        self.time = {
+            name: {activity: max(s, self.time.get(name, {}).get(activity, 0.0)) for activity, s in one.items()}
+            for name, one in time.items()
+        }
         running = poll.status["phase"] == Phase.RUNNING
         for one in poll.status["fragments"]:
             p, version = one["id"], one["version"]

@@ -1,0 +1,189 @@
+"""Goodput: the share of the learners' time that goes into training that the run keeps. Pure (docs/howto/goodput.md).
+
+The time of each learner, from when it first begins to join until it leaves, divides into activities, by its reports:
+
+    training    in the user's code between two calls of `step`, data loading included
+    blocked     inside `step`
+    joining     from `Learner.open` until training begins
+    rejoining   the same after a death
+    away        between a death and the beginning of the comeback
+
+All of these except training are badput, and so is training whose tokens were lost (`ledger`, `status`): a token costs
+as much time as the run's mean token. So goodput + badput by cause = 1.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from diloco.pipeline.messages.run import RunState, SeenReport
+from diloco.pipeline.view.merged_share import RECENT_S
+
+ACTIVITIES = ("training", "blocked", "joining", "rejoining", "away")
+# The causes of badput that a run without failures does not have.
+FAILURES = ("rejoining", "away", "died")
+# By activity.
+Seconds = dict[str, float]
+
+
+class Division(TypedDict):
+    """How time divides."""
+
+    seconds: Seconds
+    """Time by activity (`ACTIVITIES`)."""
+    goodput: float | None
+    """Share of the time; None if there is none, or the fate of the tokens is not known."""
+    badput: dict[str, float]
+    """Shares of the time by cause; empty where `goodput` is None."""
+
+
+class Goodput(TypedDict):
+    """Goodput of a run, JSON-able. Its time is the sum of its learners' time."""
+
+    since_start: Division
+    """Tokens that may still be merged count as goodput."""
+    recent: Division
+    """The same for the last five minutes. Of lost tokens only the sum is known, as `not_merged`."""
+    learners: dict[str, Seconds]
+    """The time of each learner since the start."""
+    learners_recent: dict[str, Seconds]
+    merged_tokens: int
+    """Merged in this time."""
+
+
+class Cost(TypedDict):
+    """Costs of a run in the currency of the price."""
+
+    total: float
+    per_million_merged_tokens: float | None
+    """None if nothing was merged."""
+    badput: dict[str, float]
+    """By cause."""
+    failures: float
+    """The part of `badput` that failures cause (`FAILURES`)."""
+
+
+def time_of_learners(
+    reports: Sequence[SeenReport], started_s: float, end_s: float, now_s: float, live_s: float, recent: bool = False
+) -> dict[str, Seconds]:
+    """Return the time of each learner by activity.
+
+    A learner that died is away until an incarnation of it begins to join. If a learner with a new name comes first, it
+    takes the place of the dead one: a pod that replaces another one has a new name.
+
+    Args:
+        reports: the last report of each incarnation.
+        started_s: when this part of the run began, Unix time: nothing was trained before.
+        end_s: when the run ended, or now.
+        now_s: Unix time at which the reports have their ages.
+        live_s: a learner that was silent for this long is dead.
+        recent: only the last five minutes before `end_s`.
+    """
+    begin_s = end_s - RECENT_S if recent else -math.inf
+    found: dict[str, Seconds] = {}
+    silent: dict[str, float] = {}  # learner -> when its last incarnation was heard last, unless that has left
+
+    def spend(learner: str, activity: str, since_s: float, until_s: float, share: float = 1.0) -> None:
+        spent_s = max(0.0, min(until_s, end_s) - max(since_s, begin_s))
+        found.setdefault(learner, dict.fromkeys(ACTIVITIES, 0.0))[activity] += spent_s * share
+
+    lives = []
+    for seen in reports:
+        report, heard_s = seen.report, now_s - seen.age_s
+        began_s = max(heard_s - report.wall_s, min(started_s, heard_s))
+        lives.append((began_s - report.joining_s, began_s, heard_s, report))
+    for joins_s, began_s, heard_s, report in sorted(lives, key=lambda life: life[:3]):
+        learner = report.learner
+        dead = (one for one, at_s in silent.items() if at_s <= joins_s and now_s - at_s > live_s)
+        before = learner if learner in silent or learner in found else min(dead, key=silent.__getitem__, default="")
+        died = before in silent
+        if died:
+            spend(before, "away", silent.pop(before), joins_s)
+        spend(learner, "rejoining" if died else "joining", joins_s, began_s)
+        wall_s, blocked_s = report.wall_s, report.blocked_s
+        if recent and report.earlier[0] < wall_s:
+            wall_s, blocked_s = wall_s - report.earlier[0], blocked_s - report.earlier[1]
+        blocked = min(1.0, max(0.0, blocked_s / wall_s)) if wall_s else 0.0
+        spend(learner, "training", began_s, heard_s, 1 - blocked)
+        spend(learner, "blocked", began_s, heard_s, blocked)
+        if not report.left:
+            silent[learner] = heard_s
+    for learner, at_s in silent.items():
+        if now_s - at_s > live_s:
+            spend(learner, "away", at_s, end_s)
+    return found
+
+
+def summed(learners: Mapping[str, Seconds]) -> Seconds:
+    """Return the time of all learners by activity."""
+    return {name: sum(one[name] for one in learners.values()) for name in ACTIVITIES}
+
+
+def divide(seconds: Seconds, kept: float | None, lost: Mapping[str, float]) -> Division:
+    """Return how time divides into goodput and badput.
+
+    Args:
+        seconds: by activity.
+        kept: tokens that were trained and are not lost, or their share; None if not known.
+        lost: the same of lost tokens, by cause.
+    """
+    total_s = sum(seconds.values())
+    if kept is None or not total_s:
+        return {"seconds": seconds, "goodput": None, "badput": {}}
+    training, *others = (seconds[name] / total_s for name in ACTIVITIES)
+    tokens = kept + sum(lost.values())
+    badput = dict(zip(ACTIVITIES[1:], others, strict=True))
+    badput |= {cause: training * one / tokens if tokens else 0.0 for cause, one in lost.items()}
+    return {"seconds": seconds, "goodput": training * kept / tokens if tokens else training, "badput": badput}
+
+
+def goodput(
+    reports: Sequence[SeenReport],
+    state: RunState | None,
+    tokens: int,
+    merged: int,
+    lost: Mapping[str, int],
+    recent_share: float | None,
+    end_s: float,
+    now_s: float,
+    live_s: float,
+) -> Goodput:
+    """Return the goodput of a run from its reports and totals.
+
+    Args:
+        reports, end_s, now_s, live_s: see `time_of_learners`.
+        state: of the run.
+        tokens, merged, lost: trained in this part of the run, and what became of them.
+        recent_share: merged share of the last five minutes; None if not known, or if they are the whole run.
+    """
+    reports = [seen for seen in reports if seen.counts_in(state)]
+    started_s = -math.inf if state is None else state.started_unix_s
+    learners, recently = (
+        time_of_learners(reports, started_s, end_s, now_s, live_s, recent) for recent in (False, True)
+    )
+    not_merged = {} if recent_share is None else {"not_merged": 1 - recent_share}
+    return {
+        "since_start": divide(summed(learners), tokens - sum(lost.values()), lost),
+        "recent": divide(summed(recently), recent_share, not_merged),
+        "learners": learners,
+        "learners_recent": recently,
+        "merged_tokens": merged,
+    }
+
+
+def cost(goodput: Mapping[str, Any], price: float) -> Cost:
+    """Return what a run has cost since the start; learners that are away cost as much as others.
+
+    Args:
+        goodput: as in the run's status or report.
+        price: of an hour of one learner.
+    """
+    division, merged_tokens = goodput["since_start"], goodput["merged_tokens"]
+    total = price * sum(division["seconds"].values()) / 3600
+    badput = {cause: total * share for cause, share in division["badput"].items()}
+    return {
+        "total": total,
+        "per_million_merged_tokens": total / merged_tokens * 1e6 if merged_tokens else None,
+        "badput": badput,
+        "failures": sum(badput.get(cause, 0.0) for cause in FAILURES),
+    }
