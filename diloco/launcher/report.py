@@ -228,9 +228,9 @@ def _goodput(found: Goodput | None, parts: Sequence[Account], layout: Layout | N
 
     def division(seconds: Seconds, parts: Sequence[Account]) -> Division:
         sums = totals(parts, layout)
-        late = min(sums.lost["rejected"], sum(part.late for part in parts) // layout.elements)
-        lost = {"overwritten": sums.lost["overwritten"], "late": late}
-        lost |= {"refused": sums.lost["rejected"] - late, "died": sums.lost["died"]}
+        refused = min(sums.lost["rejected"], sum(part.rejected - part.late for part in parts) // layout.elements)
+        lost = {"overwritten": sums.lost["overwritten"], "late": sums.lost["rejected"] - refused}
+        lost |= {"refused": refused, "died": sums.lost["died"]}
         return divide(seconds, max(0, sums.tokens - sum(lost.values())), lost)
 
     return {

@@ -1,4 +1,4 @@
-"""Goodput: the share of the learners' time that goes into training that the run keeps. Pure (docs/howto/goodput.md).
+"""Goodput: the share of the learners' time that goes into training that the run keeps. Pure (docs/howto/watch.md).
 
 The time of each learner, from when it first begins to join until it leaves, divides into activities, by its reports:
 

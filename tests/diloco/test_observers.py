@@ -53,11 +53,11 @@ NUMBERS = [
 
 def greatest(name: str) -> list[Any]:
     """What a report may say there at most, of what a float and an integer of the wire may be."""
-    wrap = {"versions": lambda n: (n, n), "threads": lambda n: (n, n), "earlier": lambda n: (n, n)}.get(name, lambda n: n)
+    pair = name in ("versions", "threads", "earlier")
     taken = []
     for number in GREATEST:
         try:
-            said = samples.report(**{name: wrap(number)})
+            said = samples.report(**{name: (number, number) if pair else number})
             taken.append(getattr(decode(LearnerReport, encode(said)), name))
         except (ValueError, BadMessage):
             continue

@@ -165,7 +165,7 @@ def test_the_status_has_it() -> None:
     """Tokens that may still be merged are no badput; those of another part of the run do not count."""
     found = of_status()
     time_s = 899 + 300 + 600
-    assert found["since_start"]["seconds"] == {"training": 1199, "blocked": 0, "joining": 0, "rejoining": 0, "away": 600}
+    assert {name: s for name, s in found["since_start"]["seconds"].items() if s} == {"training": 1199, "away": 600}
     assert found["since_start"]["badput"]["away"] == pytest.approx(600 / time_s)
     assert found["since_start"]["badput"]["overwritten"] == pytest.approx(1199 / time_s * 100 / 1400)
     assert found["since_start"]["badput"]["rejected"] == pytest.approx(1199 / time_s * 80 / 1400)
