@@ -418,6 +418,28 @@ async def test_one_of_a_kind_is_not_told_in_the_plural(page: Tab) -> None:
         await page.until("document.getElementById('syncers').textContent === 's serves 1 fragment'")
 
 
+async def test_the_bar_of_goodput_is_as_long_as_the_shares_and_says_them(page: Tab) -> None:
+    """In words and by length; a page that does not know it has neither."""
+    async with page_of(Still(made_up())) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.took.updates > 0 && diloco.model.fragments.size === 2")
+        patch = "diloco.model.patch({totals: {...diloco.model.totals, goodput: G}}), dispatchEvent(new Event('resize'))"
+        found = "{share: 0.7, recent: 0.9, badput: {away: 0.2, died: 0.1}}"
+        await page.value(patch.replace("G", found))
+        await page.until("document.getElementById('goodput-bar').children.length === 3")
+        words = "document.getElementById('goodput-words').textContent"
+        assert await page.value(words) == "Goodput 70 % of the learners' time, lately 90 %"
+        told = "[...document.getElementById('goodput-legend').children].map((one) => one.textContent).join('; ')"
+        assert await page.value(told) == "training that is kept 70 %; away after a death 20 %; lost by a death 10 %"
+        wide = "[...document.getElementById('goodput-bar').children].map((one) => one.getBoundingClientRect().width)"
+        kept, away, died = await page.value(wide)
+        assert (away / kept, died / kept) == (pytest.approx(2 / 7, abs=0.02), pytest.approx(1 / 7, abs=0.02))
+        colours = "[...document.getElementById('goodput-bar').children].map((o) => getComputedStyle(o).backgroundColor)"
+        assert len(set(await page.value(colours))) == 3
+        await page.value(patch.replace("G", "null"))
+        await page.until("document.getElementById('goodput').hidden")
+
+
 async def test_the_command_of_the_remedy_is_chosen_by_one_click(page: Tab) -> None:
     """It stands for itself, so that it can be copied whole; where there is none there is no empty box."""
     model = PageModel("run", RedisRoute.of("redis://:hunter2@10.0.0.5:6379"))

@@ -371,6 +371,23 @@ async def test_a_finished_run_stands_still_however_late_one_looks() -> None:
     assert heard[0] == heard[1]
 
 
+def test_the_page_has_goodput_and_the_time_of_each_learner() -> None:
+    """Greatest share first, and nothing of what is nearly none; before anything is known, nothing."""
+    reports = [samples.seen("l0", age_s=0.0, wall_s=80.0), samples.seen("l1", age_s=40.0, wall_s=60.0, joining_s=20.0)]
+    given = samples.spec(), samples.run_state(started_unix_s=1900.0), reports, [], None, [], 2000.0, 5.0
+    model = PageModel("run")
+    model.see(Poll(now_s=2000.0, status=build_status("run", *given), began_s=1900.0))
+    model.patch()
+    told = model.snapshot()
+    assert told["totals"]["goodput"]["badput"] == {"away": 0.2, "joining": 0.1, "died": 0.35}
+    assert told["totals"]["goodput"] | {"badput": {}} == {"share": 0.35, "recent": None, "badput": {}}
+    assert told["learners"]["l1"]["time"] == {"training": 0.5, "away": 0.333, "joining": 0.167}
+    nothing = PageModel("run")
+    nothing.see(Poll(now_s=2000.0, status=build_status("run", None, None, [], [], None, [], 2000.0)))
+    nothing.patch()
+    assert nothing.snapshot()["totals"]["goodput"] is None
+
+
 @pytest.mark.parametrize("told", [False, True], ids=["nobody told of it", "an event told of it"])
 @pytest.mark.parametrize("back", [False, True], ids=["for good", "and came back"])
 def test_who_died_in_a_finished_run_is_told_once(back: bool, told: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.fragment import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.messages.run import REDIS_CHANGED, Evaluation, Event, Phase
+from diloco.pipeline.view.goodput import Goodput, Seconds
 from diloco.pipeline.view.loss_curves import LossCurve
 from diloco.pipeline.view.page import past
 from diloco.pipeline.view.page.join_command import RedisRoute
@@ -241,6 +242,7 @@ class PageModel:
         heads = {one["id"]: one["version"] for one in status["fragments"]}
         members = {name for one in status["fragments"] for name in one["window"]["members"]}
         rows: Model = {}
+        time = {} if status["goodput"] is None else status["goodput"]["learners"]
         for learner in present(status["learners"]):
             name = learner["id"]
             if not self._shown.learner(name):
@@ -258,7 +260,7 @@ class PageModel:
                     self._mark(Mark(gap_s, "went silent", name))
             if gaps:
                 self._ended_s[name] = now_s
-            rows[name] = _learner(learner, does, behind, lives[name], now_s)
+            rows[name] = _learner(learner, does, behind, lives[name], now_s, time.get(name, {}))
         return rows
 
     def _draw_outer_step(self, merge: Committed, fragments: int, now_s: float) -> None:
@@ -377,8 +379,15 @@ def _changed_curves(before: Mapping[str, LossCurve], now: Mapping[str, LossCurve
     return found
 
 
-def _learner(learner: LearnerStatus, does: LearnerBits, behind: int, lives: int, now_s: float) -> Model:
-    blocked_s, wall_s = learner.get("blocked_s", 0.0), learner.get("wall_s", 0.0)
+def _notable(shares: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares that are not nearly 0, greatest first, to a tenth of a percent."""
+    return {name: round(share, 3) for name, share in sorted(shares.items(), key=lambda one: -one[1]) if share >= 0.0005}
+
+
+def _learner(
+    learner: LearnerStatus, does: LearnerBits, behind: int, lives: int, now_s: float, seconds: Seconds
+) -> Model:
+    total_s = sum(seconds.values())
     state = "left" if learner["left"] else "live" if learner["live"] else "dead"
     return {
         "state": "silent" if state == "live" and does & LearnerBits.GONE else state,
@@ -391,7 +400,7 @@ def _learner(learner: LearnerStatus, does: LearnerBits, behind: int, lives: int,
         "step_s": float(f"{learner['step_s']:.3g}"),
         "loss": learner["loss"],
         "heard_s": round(now_s - learner["age_s"], 1),
-        "blocked": float(f"{blocked_s / wall_s:.2g}") if wall_s else 0.0,
+        "time": _notable({name: s / total_s for name, s in seconds.items()}) if total_s else {},
         "behind": behind,
         "version": max(learner["versions"], default=-1),
         "lives": lives,
@@ -444,6 +453,17 @@ def _of_server(info: BusInfo | None) -> dict[str, float | None]:
     return {"redis": info.used_bytes, "received": info.received_bytes, "sent": info.sent_bytes}
 
 
+def _goodput(found: Goodput | None) -> Model | None:
+    if found is None or (share := found["since_start"]["goodput"]) is None:
+        return None
+    recent = found["recent"]["goodput"]
+    return {
+        "share": round(share, 3),
+        "recent": None if recent is None else round(recent, 3),
+        "badput": _notable(found["since_start"]["badput"]),
+    }
+
+
 def _totals(status: Status, info: BusInfo | None) -> Model:
     names = ("phase", "reason", "tokens", "budget_tokens", "progress", "merged_tokens", "merged_share", "outer_steps")
     more = ("own_loop", "tokens_lost", "refused", "evaluation", "outer_step")
@@ -452,6 +472,7 @@ def _totals(status: Status, info: BusInfo | None) -> Model:
         server = {"used": info.used_bytes, "most": info.maxmemory_bytes, "version": info.version}
     return {
         **{name: status[name] for name in (*names, *more)},  # type: ignore[literal-required]  # keys of `Status`
+        "goodput": _goodput(status["goodput"]),
         "elapsed_s": round(status["elapsed_s"], 1),
         "learners": len(present(status["learners"])),
         "fragments": len(status["fragments"]),

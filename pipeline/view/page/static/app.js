@@ -6,7 +6,7 @@ import { Stream } from "./stream.js";
 import { FRAGMENT_LAYERS, LEARNER_LAYERS, legend } from "./layers.js";
 import { Strips } from "./lanes.js";
 import { Charts } from "./charts.js";
-import { byName, head, lists, tables, tiles } from "./panels.js";
+import { byName, goodput, head, lists, tables, tiles } from "./panels.js";
 
 /** Time shown: the last so many seconds; 0: all of it. @type {[string, number][]} */
 const SPANS = [["last 2 minutes", 120], ["last 10 minutes", 600], ["whole run", 0]];
@@ -43,6 +43,7 @@ function draw() {
   const shown = span();
   head(model);
   tiles(model);
+  goodput(model);
   lists(model);
   learners.show([...model.learners].sort(byName).map(([name, row]) => ({
     name,

@@ -2,7 +2,7 @@
  * The model of a run as the page has it: one snapshot, and patches to it. `pipeline/view/page/model.py` makes both.
  *
  * @typedef {{state: string, does: number, step: number, tokens: number, tokens_per_s: number, step_s: number,
- *   loss: number | null, heard_s: number, blocked: number, behind: number, version: number, lives: number,
+ *   loss: number | null, heard_s: number, time: Record<string, number>, behind: number, version: number, lives: number,
  *   host: string, device: string}} LearnerRow
  * @typedef {{version: number, state: string, members: number, quorum: number, expected: number,
  *   until_s: number | null, reason: string, attempt: number, interval: number, asked_interval: number, merge_s: number, outer_s: number,

@@ -1,6 +1,8 @@
 /** What is said in words: the sentence, tiles, syncers, events, tables. All of it as text, never as HTML. */
 
-import { clock, counted, doing, element, intervalWords, numbered, percent, put, sized, windowWords } from "./words.js";
+import {
+  clock, counted, doing, element, intervalWords, numbered, percent, put, sharesWords, sized, spentWords, windowWords,
+} from "./words.js";
 
 /** @typedef {import("./model.js").Model} Model */
 
@@ -61,6 +63,25 @@ function facts(model) {
   ];
 }
 
+/** The bar of what the learners' time went into. @param {Model} model */
+export function goodput(model) {
+  const found = model.totals?.goodput;
+  element("goodput").hidden = !found;
+  if (!found) return;
+  put("goodput-words", `Goodput ${percent(found.share)} of the learners' time`
+    + (found.recent == null ? "" : `, lately ${percent(found.recent)}`));
+  const spent = /** @type {[string, number][]} */ ([["kept", found.share], ...Object.entries(found.badput)]);
+  list(element("goodput-legend"), spent.map(([name, share]) => spentWords(name, share)));
+  const bar = element("goodput-bar");
+  if (bar.children.length !== spent.length) bar.replaceChildren(...spent.map(() => made("span", "")));
+  spent.forEach(([name, share], n) => {
+    for (const one of [bar.children[n], element("goodput-legend").children[n]]) {
+      /** @type {HTMLElement} */ (one).dataset.spent = name;
+    }
+    /** @type {HTMLElement} */ (bar.children[n]).style.flexGrow = String(share);
+  });
+}
+
 /** @param {Model} model @returns {[string, string]} the global loss, or else the learners' own */
 function loss(model) {
   const { evaluation } = model.totals;
@@ -113,12 +134,13 @@ function table(names, rows, about) {
 export function tables(model) {
   const learners = [...model.learners].sort(byName).map(([name, row]) =>
     [name, doing(row, model.now), String(row.step), counted(row.tokens_per_s), row.loss?.toFixed(3) ?? "–",
-      `${row.version}${row.behind ? `, ${row.behind} to adopt` : ""}`, String(row.lives), row.host, row.device]);
+      `${row.version}${row.behind ? `, ${row.behind} to adopt` : ""}`, String(row.lives), sharesWords(row.time),
+      row.host, row.device]);
   const fragments = [...model.fragments].sort(byName).map(([name, row]) =>
     [name, String(row.version), windowWords(row, model.now), row.reason, String(row.expected), intervalWords(row),
       String(row.refused), row.owner]);
   element("tables").replaceChildren(
-    table(["learner", "does", "step", "tokens/s", "loss", "version", "lives", "host", "device"], learners, "Learners"),
+    table(["learner", "does", "step", "tokens/s", "loss", "version", "lives", "time", "host", "device"], learners, "Learners"),
     table(["fragment", "version", "window", "reason", "expected", "interval", "refused", "served by"], fragments, "Fragments"),
   );
 }

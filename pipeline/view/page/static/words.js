@@ -45,6 +45,22 @@ export function percent(share) {
   return share == null ? "–" : `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 }
 
+/** Names of what learners' time went into, by `goodput.py`, where they do not say it themselves. */
+const SPENT = /** @type {Record<string, string>} */ ({
+  kept: "training that is kept", blocked: "in the library's calls", rejoining: "joining again",
+  away: "away after a death", died: "lost by a death", rejected: "refused or late",
+});
+
+/** @param {string} name @param {number} share @returns {string} 'away after a death 5.0 %' */
+export function spentWords(name, share) {
+  return `${SPENT[name] ?? name} ${percent(share)}`;
+}
+
+/** @param {Record<string, number>} shares of a learner's time @returns {string} */
+export function sharesWords(shares) {
+  return Object.entries(shares).map(([name, share]) => spentWords(name, share)).join(", ") || "–";
+}
+
 const DOES = /** @type {const} */ ([[2, "publishing"], [4, "adopting"]]);
 
 /**
@@ -74,7 +90,7 @@ export function learnerWords(name, row, now) {
   return [
     `${name}: ${doing(row, now)}${lives}`,
     `step ${row.step}, ${counted(row.tokens_per_s)} tokens/s${loss}`,
-    `stood still in Learner.step for ${(100 * row.blocked).toPrecision(2)} % of its time`,
+    `its time: ${sharesWords(row.time)}`,
     row.behind ? `${numbered(row.behind, "fragment")} to adopt, version ${row.version}` : `all adopted, version ${row.version}`,
     [row.host, row.device].filter(Boolean).join(", "),
   ].join("\n");
