@@ -3,6 +3,7 @@
 Overlays are built by kubectl, where there is one. Without it the files are looked at as they lie there, unpatched.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -23,10 +25,13 @@ from diloco.pipeline.settings import LearnerSettings, SyncerSettings, defaults
 from tests.docker.test_compose_files import KNOWN
 
 FOLDER = Path(__file__).parents[2] / "deploy/kubernetes"
-OVERLAYS = ("cpu", "gpu", "gpus")
+WORK_QUEUES = ("cpu", "gpu", "gpus")
+OVERLAYS = (*WORK_QUEUES, "jobset", "trainjob")
 VERSIONS = ("1.31", "1.37")
 CUSTOM = "monitoring.coreos.com/v1"
 """No schema of Kubernetes' own."""
+CRDS = json.loads(Path(__file__).with_name("crds.json").read_text())
+"""Schemas of custom resources, by apiVersion and kind."""
 SECRETS = {"redis-users": {"users.acl"}, "redis-passwords": {variable(user.name) for user in acl.users()}}
 """That docs/howto/kubernetes.md has made, with their keys."""
 
@@ -68,8 +73,31 @@ def named(resources: list[Resource], kind: str, name: str) -> Resource:
 
 
 def pods(resources: list[Resource]) -> dict[str, Resource]:
-    """Template of each workload, by its name."""
-    return {one["metadata"]["name"]: one["spec"]["template"] for one in resources if "template" in one.get("spec", {})}
+    """Template of each workload's pods, by what they are."""
+    templates = [one for one in everywhere(resources, "template") if "containers" in one.get("spec", {})]
+    return {one["metadata"]["labels"]["app.kubernetes.io/name"]: one for one in templates}
+
+
+def strict(schema: Any) -> Any:
+    """The schema without room for fields that it does not name."""
+    if isinstance(schema, dict):
+        schema = {key: strict(value) for key, value in schema.items()}
+        return {"additionalProperties": False} | schema if "properties" in schema else schema
+    return [strict(one) for one in schema] if isinstance(schema, list) else schema
+
+
+def validate(one: Resource) -> None:
+    """Against the schemas of Kubernetes in old and new versions, or of the custom resource, and of Jobs within it."""
+    kind = f"{one['apiVersion']} {one['kind']}"
+    if kind in CRDS:
+        known = {"apiVersion": {}, "kind": {}, "metadata": {}}
+        jsonschema.validate(one, strict(CRDS[kind] | {"properties": CRDS[kind]["properties"] | known}))
+        for job in (job for jobs in everywhere(one, "replicatedJobs") for job in jobs):
+            head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
+            validate(head | {"spec": job["template"]["spec"]})
+    elif one["apiVersion"] != CUSTOM:
+        for version in VERSIONS:
+            kubernetes_validate.validate(one, version, strict=True)
 
 
 def everywhere(value: Any, key: str) -> Iterator[Any]:
@@ -90,9 +118,7 @@ def selects(selector: Resource, labels: dict[str, str]) -> bool:
 def test_all_of_it_is_valid(resources: list[Resource]) -> None:
     """Strictly: no field that does not exist, at any depth, in old and new versions of Kubernetes."""
     for one in resources:
-        if one["apiVersion"] != CUSTOM:
-            for version in VERSIONS:
-                kubernetes_validate.validate(one, version, strict=True)
+        validate(one)
     keys = [(one["kind"], one["metadata"]["name"]) for one in resources]
     assert len(set(keys)) == len(keys)
     assert set(pods(resources)) == {"redis", "syncer", "learner", "evaluator"}
@@ -146,6 +172,7 @@ def test_every_variable_is_a_setting_and_given_once(resources: list[Resource]) -
         assert len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize("resources", ["files", *WORK_QUEUES], indirect=True)
 def test_learners_are_a_work_queue_and_a_stop_costs_nothing(resources: list[Resource]) -> None:
     """No completions. Disruptions, and the status of whoever was asked to end, do not count as failures; another
     status does."""
