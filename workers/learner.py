@@ -118,8 +118,8 @@ class Learner(BaseLearner):
                 The first learner settles this for the run. False: frozen parameters may differ (quantized in different
                 ways, say) and are not compared.
             mesh: a DeviceMesh or a process group whose ranks form this one learner, or "world" for all ranks. Default:
-                those of the model's DistributedDataParallel or `fully_shard`. Each rank makes a `Learner` with the same
-                arguments.
+                those of the model's DistributedDataParallel, `fully_shard` or tensor parallelism. Each rank makes a
+                `Learner` with the same arguments.
             adopted: called with each parameter that the run's values were written into, including when it joins, with
                 its previous values, in the training thread and without gradients. It is for copies of the weights from
                 which the loop or its optimizer continues, such as fp32 masters: an optimizer with such copies is

@@ -36,7 +36,7 @@ def begin_batches(
     order = DataOrder(length=whole_number("length", length), seed=whole_number("seed", seed, 0))
     size, accumulate = whole_number("batch_size", batch_size), whole_number("accumulate", accumulate)
     joined = now_joined()
-    place = joined.place if isinstance(joined, JoinedRank) else (0, 1)
+    place = joined.place[:2] if isinstance(joined, JoinedRank) else (0, 1)
     make = partial(Batches, order, size, accumulate, check=now_joined, place=place)
     asked = loader_arguments(order, size, accumulate)
     if isinstance(joined, JoinedRank) and place[0]:

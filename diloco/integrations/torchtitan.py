@@ -37,16 +37,16 @@ def train(trainer: Trainer, *, schedule: Mapping[str, Any] | None = None, **lear
 
     Raises:
         TypeError: `Learner` or `progress_schedule` takes no such argument.
-        UsageError: the trainer uses pipeline, expert or tensor parallelism.
+        UsageError: the trainer uses pipeline or expert parallelism.
         DilocoError: raised by `Learner`, `open`, `attach`, `close` or `load_globals`.
     """
     check_schedule(schedule)
     dims = trainer.parallel_dims
-    for name, used in (("pipeline", dims.pp_enabled), ("expert", dims.ep_enabled), ("tensor", dims.tp_enabled)):
+    for name, used in (("pipeline", dims.pp_enabled), ("expert", dims.ep_enabled)):
         if used:
             raise UsageError(
                 f"a learner has no {name} parallelism: set parallelism.{name}_parallel_degree to 1, and use FSDP "
-                "(data_parallel_shard_degree) or replicas (data_parallel_replicate_degree)"
+                "(data_parallel_shard_degree), tensor parallelism or replicas (data_parallel_replicate_degree)"
             )
     hosted, steps, log = Hosted(None, learner), trainer.should_continue_training, trainer.metrics_processor.log
     seen = first = 0

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.messages.run import Event
+from diloco.pipeline.messages.run import Event, LearnerReport
 from tests.parties import ends_of_logs, environment, wait_for
 
 RANK = Path(__file__).with_name("rank.py")
@@ -69,6 +69,18 @@ class Party:
         path, event = self.folder / f"{log}.log", f'"event": "{what}"'
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if line.startswith(what) or event in line]
+
+    def reports(self) -> list[LearnerReport]:
+        """What the learners have last reported."""
+
+        async def read() -> list[LearnerReport]:
+            bus = await connect(self.url, "ranks")
+            try:
+                return [seen.report for seen in await bus.read_reports()]
+            finally:
+                await bus.close()
+
+        return asyncio.run(read())
 
     def events(self) -> list[Event]:
         """What the bus says has happened."""

@@ -1,8 +1,8 @@
 """One rank of a learner, as a program: `python rank.py KIND NAME FOLDER`; the process group's variables say which.
 
-KIND is plain, ddp, fsdp, hsdp, or a loop's own: mean averages gradients, apart forgets to. The
-model has tensors that no number of ranks divides: a vocabulary of 257, a bias
-of 2. At the end the model that all ranks have together is written to FOLDER/NAME.pt.
+KIND is plain, ddp, fsdp, hsdp, tp (tensor parallelism), fsdp-tp (FSDP2 over pairs that divide layers), or a loop's
+own: mean averages gradients, apart forgets to. The model has tensors that no number of ranks divides: a vocabulary of
+257, a bias of 2. At the end the model that all ranks have together is written to FOLDER/NAME.pt.
 """
 
 import hashlib
@@ -122,12 +122,31 @@ elif kind in ("fsdp", "hsdp"):
     for part in [child for child in model.children() if isinstance(child, (nn.Embedding, nn.Linear))]:
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
+elif kind in ("tp", "fsdp-tp"):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    pairs = size if kind == "tp" else 2
+    mesh = init_device_mesh("cpu", (size // pairs, pairs), mesh_dim_names=("shard", "tensor"))
+    plan: dict[str, Any] = {"narrow": ColwiseParallel(), "wide": RowwiseParallel()}
+    if kind == "tp":  # torch's FSDP2 refuses rows that tensor parallelism divides unevenly
+        plan["head"] = ColwiseParallel(output_layouts=Replicate())
+    plan["embedding"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tensor"], plan)
+    if kind == "fsdp-tp":
+        for part in model.children():
+            fully_shard(part, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
 torch.distributed.distributed_c10d._unpickler = None  # from here on whoever unpickles what came over a wire fails
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 errs, how, at = os.environ.get("TEST_ERRS", "-1 no -9").split()
 errs_at = int(at) if int(errs) == rank else -9
 """After so many steps this rank leaves its loop, by a break or an error, and the others do not."""
-generator = torch.Generator().manual_seed(1000 * len(name) + rank)
+group = rank // {"tp": size, "fsdp-tp": 2}.get(kind, 1)
+"""Ranks of one group train on the same data."""
+generator = torch.Generator().manual_seed(1000 * len(name) + group)
 state = f"{folder}/state-{name}" if os.environ.get("TEST_STATE") else None
 mesh_given = "world" if kind in ("mean", "apart") else None
 given: dict[str, Any] = {"run": "ranks", "learner_id": name, "mesh": mesh_given}
@@ -144,7 +163,7 @@ with Learner(model, optimizer, state_dir=state, state_every_s=0.2, **given) as l
             if how == "break":
                 break
             raise OSError("the data has ended")
-        x = torch.randint(symbols, (4, 8 + 8 * rank), generator=generator)
+        x = torch.randint(symbols, (4, 8 + 8 * group), generator=generator)
         rows = next(dealt, None)
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), ((3 * x + 1) % symbols).flatten())
         loss.backward()
@@ -174,10 +193,8 @@ if os.environ.get("TEST_GO"):  # ranks come one after the other, while the run g
     while not Path(f"{folder}/go-{rank}").exists():
         time.sleep(0.05)
 learner.load_globals()
-if kind in ("fsdp", "hsdp"):
-    whole = {key: value.full_tensor() for key, value in model.state_dict().items()}
-else:
-    whole = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
+state_dict = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
+whole = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state_dict.items()}
 heads = learner.globals()
 if taken:
     held = learner._once_joined._shares.layout.whole(taken)

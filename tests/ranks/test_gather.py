@@ -31,7 +31,7 @@ async def gathered(codec: Codec, base: Base | None, cuts: Sequence[tuple[int, in
     one = _Gathering(ELEMENTS, codec)
     async with asyncio.TaskGroup() as group:
         for start, stop in cuts:
-            piece = Piece(start, 0, stop - start)
+            piece = Piece(start, 0, stop - start, stop - start, 0)
             group.create_task(one.take(VALUES[start:stop].copy(), [piece], offload))
         await asyncio.sleep(0)
         assert one.out is None
@@ -57,7 +57,7 @@ async def test_what_one_rank_has_alone_needs_no_more_room(codec: Codec) -> None:
     """The payload lies where its values did."""
     one, own, due = _Gathering(ELEMENTS, codec), VALUES.copy(), np.empty(payload_bytes(ELEMENTS, codec), np.uint8)
     one.begin(Base(0, 3, b"", BASE))
-    await one.take(own, [Piece(0, 0, ELEMENTS)], offload)
+    await one.take(own, [Piece(0, 0, ELEMENTS, ELEMENTS, 0)], offload)
     assert np.shares_memory(one.values(), own)
     encode_delta(BASE, VALUES.copy, codec, None, due)
     assert one.values().tobytes() == due.tobytes()

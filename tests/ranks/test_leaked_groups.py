@@ -26,7 +26,7 @@ PROGRAM = textwrap.dedent(
         print("here", flush=True)
         sys.stdin.read()
         os._exit(0)
-    ranks = RankGroup(group, 0, ("a", "b"), None, (), {})
+    ranks = RankGroup(group, 0, ("a", "b"), None, (), {}, None)
     sums = [ranks.start_sum([1]) for _ in range(5)]
     ranks.leak_groups()
     if sys.argv[1] == "destroyed":

@@ -21,9 +21,10 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import FoundMoments
-from diloco.workers.ranks.placement import Shares
+from diloco.workers.ranks.placement import Block, Shares
 from diloco.workers.ranks.rank_carrier import InFlight, SnapshotRequests
 from diloco.workers.ranks.rank_learner import JoinedRank, Rank
+from diloco.workers.ranks.step_agreement import DataPlace
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import Stopping
 from tests import HANGING_S, samples
@@ -34,7 +35,7 @@ TENSOR = samples.tensor("t", (2,), rule="mean")
 class Alone:
     """Sums over one rank."""
 
-    rank = 0
+    rank, place = 0, DataPlace(0, 1, True)
 
     def start_sum(self, numbers: Sequence[int]) -> Any:
         """It is there at once."""
@@ -83,7 +84,7 @@ def learner(interval: int, told: list[tuple[Publication, int]], sums: Alone | No
     )
     training: Any = SimpleNamespace(rounds=rounds, layout=layout, parameters=parameters)
     thread: Any = SimpleNamespace(call=lambda what, *args: what(*args))
-    return JoinedRank(training, rank, thread, sums or Alone(), Shares(layout, [{"t": (0, 2)}]), Stopping())
+    return JoinedRank(training, rank, thread, sums or Alone(), Shares(layout, [{"t": Block(0, 2, 0, 1)}]), Stopping())
 
 
 @pytest.mark.parametrize("interval", [3, 4, 24])

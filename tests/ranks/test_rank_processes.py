@@ -75,6 +75,27 @@ def test_learners_of_one_two_and_three_ranks_end_alike(tmp_path: Path, dtype: st
         assert len(steps) == 1, "ranks of one learner leave after the same step"
 
 
+def test_layers_divided_between_ranks_end_like_whole_ones(tmp_path: Path) -> None:
+    """Plain, tensor parallelism of 2, and FSDP2 over it: all end with the run's model, bit for bit; tokens count once.
+
+    Columns of an embedding and of a matrix, rows of one, an uneven head, and a bias of 2 whose shards are of one row.
+    """
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=40_000) as party:
+        kinds = ("plain", "solo", 1), ("tp", "pair", 2), ("fsdp-tp", "quad", 4)
+        learners = {name: party.learner(kind, name, ranks) for kind, name, ranks in kinds}
+        assert party.ended(*(rank for ranks in learners.values() for rank in ranks)) == [0] * 7, party.shown()
+        assert same(tmp_path, *learners)
+        steps = {}
+        for name, ranks in learners.items():
+            said = [party.said(f"{name}-{rank}", "left True")[0].split()[2] for rank in range(len(ranks))]
+            assert all(party.said(f"{name}-{rank}", "alike True") for rank in range(len(ranks))), party.shown()
+            assert len(set(said)) == 1, "ranks of one learner leave after the same step"
+            steps[name] = int(said[0])
+        tokens = {report.learner: report.tokens for report in party.reports()}
+        each = {"solo": 4 * 8, "pair": 4 * 8, "quad": 4 * (8 + 16)}
+        assert tokens == {name: steps[name] * each[name] for name in steps}
+
+
 def test_a_killed_rank_takes_its_learner_down_and_nobody_else(tmp_path: Path) -> None:
     """The others of its learner say that it is gone and end with an error; the other learner trains on.
 
@@ -139,9 +160,9 @@ def test_all_ranks_load_the_same_versions_of_a_run_that_goes_on(tmp_path: Path) 
 
 
 def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
-    """FSDP2 of 3, a process, FSDP2 of 2, DDP of 2, FSDP2 of 3: each with those of the one before. The log says so."""
+    """FSDP2 of 3, one process, tensor parallelism of 2, DDP of 2, FSDP2 over it: each with those of the one before."""
     with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
-        for life in lives(party, ("fsdp", 3), ("plain", 1), ("fsdp", 2), ("ddp", 2), ("fsdp", 3)):
+        for life in lives(party, ("fsdp", 3), ("plain", 1), ("tp", 2), ("ddp", 2), ("fsdp-tp", 4)):
             assert len(party.said("them-0", "state_resharded")) == life, party.shown()
 
 

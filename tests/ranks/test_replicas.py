@@ -12,7 +12,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.parameters import FragmentParameters, FragmentTensors, tensor_table
 from diloco.workers.ranks.gather import ELEMENTS, EVERY, Samples, differing, sample_layout
-from diloco.workers.ranks.placement import SLICE, Shares
+from diloco.workers.ranks.placement import SLICE, Block, Shares, whole_block
 from tests import samples
 from tests.ranks.party import Party
 
@@ -20,7 +20,7 @@ from tests.ranks.party import Party
 def two(model: nn.Module, fragments: int = 2) -> Shares:
     """Two ranks that hold all of it."""
     layout = layout_of(tensor_table(model, SyncSettings(fragments=fragments)))
-    whole = {slot.tensor.name: (0, slot.tensor.whole.elements) for f in layout.fragments for slot in f.slots}
+    whole = {slot.tensor.name: whole_block(slot.tensor) for f in layout.fragments for slot in f.slots}
     return Shares(layout, [whole, whole])
 
 
@@ -39,7 +39,7 @@ def test_some_rows_of_what_all_hold_are_compared() -> None:
         rows = slice(None) if slot.tensor.rows is None else slice(*slot.tensor.rows)
         np.testing.assert_array_equal(taken[slot.start : slot.stop], state[slot.tensor.name][rows].numpy().ravel())
     tensor = samples.tensor("t", (4,), rule="mean")
-    assert sample_layout(Shares(layout_of((tensor,)), [{"t": (0, 2)}, {"t": (2, 4)}])) is None
+    assert sample_layout(Shares(layout_of((tensor,)), [{"t": Block(0, 2, 0, 1)}, {"t": Block(2, 4, 0, 1)}])) is None
 
 
 def test_two_samples_fit_into_one_message() -> None:
@@ -103,9 +103,9 @@ def test_what_rounding_does_is_no_difference() -> None:
 def test_a_loop_that_does_not_average_gradients_is_told_so(tmp_path: Path) -> None:
     """At its first step, once; one that does, and DDP, hear nothing."""
     with Party(tmp_path, sync_interval=6, fragments=4, tokens=8_000) as party:
-        kinds = "differing", "mean", "ddp"
+        kinds = "apart", "mean", "ddp"
         assert party.ended(*(rank for kind in kinds for rank in party.learner(kind, kind, 2))) == [0] * 6
-        (told,) = party.said("differing-0", "replicas_apart")
+        (told,) = party.said("apart-0", "replicas_apart")
         assert '"steps": 1' in told
         assert '"ranks": [0, 1]' in told
         assert "average every gradient" in told

@@ -24,7 +24,7 @@ from diloco.workers.exchange import carrier as own_carrier
 from diloco.workers.exchange.pulling import Pulling
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.ranks.gather import Transfers
-from diloco.workers.ranks.placement import SLICE, Shares
+from diloco.workers.ranks.placement import SLICE, Block, Shares
 from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier
 from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Base, Publication
@@ -58,7 +58,7 @@ class Crew:
             log=structlog.get_logger(),
         )
         self.member = member
-        shares = Shares(LAYOUT, [{"t": (0, ELEMENTS)}] * len(transport))
+        shares = Shares(LAYOUT, [{"t": Block(0, ELEMENTS, 0, 1)}] * len(transport))
         shares.servers[0] = server
         self._shares = shares
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.pipeline.errors import UsageError
@@ -53,10 +53,10 @@ def test_one_rank_alone_is_taken(tmp_path: Path) -> None:
 
 
 def test_ranks_are_found_by_the_model_or_the_mesh(tmp_path: Path) -> None:
-    """FSDP2 is taken; tensor parallelism, shards of columns and what is plain beside shards are refused by name."""
+    """FSDP2 and tensor parallelism are taken; shards of a third dimension, partial sums and what is plain beside
+    FSDP2's shards are refused by name."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
 
     with process_group(tmp_path):
         mesh = init_device_mesh("cpu", (1,))
@@ -67,12 +67,15 @@ def test_ranks_are_found_by_the_model_or_the_mesh(tmp_path: Path) -> None:
             learner(nn.Linear(2, 2), mesh="all")
         assert learner(nn.Linear(2, 2), mesh="world")._ranks == ()
         parallel = nn.Linear(2, 2)
-        parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), mesh, [Replicate()]))
-        with pytest.raises(UsageError, match=r"parameter weight is a DTensor.*tensor parallelism is not supported"):
-            learner(parallel)
+        parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), mesh, [Shard(1)]))
+        assert learner(parallel)._ranks == (0,)
         columns = fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda one: Shard(one.dim() - 1))
-        with pytest.raises(UsageError, match=r"parameter weight is placed as .*Shard\(dim=1\).*row shards"):
-            learner(columns)
+        assert learner(columns)._ranks == (0,)
+        deep = nn.Conv1d(2, 2, 1)
+        for placement in (Shard(2), Partial()):
+            deep.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2, 1), mesh, [placement]))
+            with pytest.raises(UsageError, match=r"parameter weight is placed as .*shards of rows or columns"):
+                learner(deep)
         mixed = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=mesh), nn.Linear(2, 2))
         with pytest.raises(UsageError, match=r"parameter 1.weight is trained but, unlike others, not sharded"):
             learner(mixed)

@@ -413,7 +413,7 @@ class Oracle:
                 self.broken("a delta is refused for a reason that holds", f"fragment {p}: {wrong}")
             for entry, record in zip(refusal.entries, refusal.records, strict=False):
                 if record.reason is RefusalReason.UNKNOWN_BASE and (header := self._offers.get((p, entry))):
-                    self.fragments[p].due.discard(base_of(header))  # a merge after a rewind may make it anew
+                    self.fragments[p].forget_due(base_of(header))
             self._windows.changed(p, self.fragments[p])
         self._check_pending(p)
 

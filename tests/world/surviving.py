@@ -50,6 +50,12 @@ class Surviving:
         """Whether a due delta on the present version was offered."""
         return (self.version, self.digests.get(self.version)) in self.due
 
+    def forget_due(self, base: tuple[int, bytes]) -> None:
+        """A delta on the base was refused: a merge after a rewind may make the same version anew, and then a window
+        opens only for a due delta on it that is still pending."""
+        if not any(one.due and base_of(one) == base for one in self.pending.values()):
+            self.due.discard(base)
+
     def is_outdone(self, header: DeltaHeader) -> bool:
         """Whether a later attempt at the same training is pending."""
         return any(

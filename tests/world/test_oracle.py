@@ -90,6 +90,20 @@ async def test_a_due_delta_on_a_lost_version_of_the_same_values_opens_no_window(
     assert owner.opens() == BROKEN
 
 
+def test_a_refused_delta_leaves_another_ones_window_due() -> None:
+    """Where a merge after a rewind makes the refused delta's base anew, a pending delta on that base opens it."""
+    state = Surviving.none(4)
+    state.version, state.digests = 3, {3: bytes(16)}
+    header = samples.header("learner-1", base_version=3, base_digest=bytes(16), due=True)
+    state.due.add((3, bytes(16)))
+    state.pending["entry"] = header
+    state.forget_due((3, bytes(16)))
+    assert state.may_open
+    state.pending["entry"] = header.model_copy(update={"due": False})
+    state.forget_due((3, bytes(16)))
+    assert not state.may_open
+
+
 @pytest.mark.parametrize(("seconds", "broken"), [(REPORTED_S - 0.1, None), (REPORTED_S + 0.1, BROKEN)])
 @in_virtual_time
 async def test_an_owner_that_may_have_noticed_nothing_of_a_loss_is_excused_for_a_while_and_no_longer(

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from diloco.pipeline.errors import RankGone
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.wire import AVERAGED
-from diloco.workers.ranks.placement import Range, Shares
+from diloco.workers.ranks.placement import Block, Shares, row_of, whole_block
+from diloco.workers.ranks.step_agreement import DataPlace
 from diloco_studies.virtual.chance import Chance
 
 BREAKS_S = 0.3
@@ -57,25 +58,28 @@ class Crew:
 
     # --- who holds what -------------------------------------------------------------------------------------
 
-    def _held(self, rank: int) -> dict[str, Range]:
-        """Elements of each tensor: all, or rows between cuts that leave some ranks nothing."""
-        found: dict[str, Range] = {}
+    def _held(self, rank: int) -> dict[str, Block]:
+        """Blocks of each tensor: all, or rows or columns between cuts that leave some ranks nothing."""
+        found: dict[str, Block] = {}
         for tensor in {slot.tensor.name: slot.tensor.whole for f in self.layout.fragments for slot in f.slots}.values():
-            found[tensor.name] = 0, tensor.elements
+            found[tensor.name] = whole = whole_block(tensor)
             if not self.replicated and tensor.rule not in AVERAGED:
-                rows = tensor.shape[0]
+                columns = self.chance.share("columns", self.name, self.life, tensor.name) < 0.3
+                most = whole.right if columns else whole.last
                 drawn = (self.chance.integer("cut", self.name, self.life, tensor.name, i) for i in range(1, self.ranks))
-                cuts = [0, *sorted(one % (rows + 1) for one in drawn), rows]
-                start, stop = (cut * (tensor.elements // rows) for cut in cuts[rank : rank + 2])
-                found[tensor.name] = (start, stop) if start < stop else (0, 0)
+                cuts = [0, *sorted(one % (most + 1) for one in drawn), most]
+                first, last = cuts[rank : rank + 2]
+                block = whole._replace(left=first, right=last) if columns else whole._replace(first=first, last=last)
+                found[tensor.name] = block if block.elements else Block(0, 0, 0, 0)
         return found
 
     def _indices(self, rank: int, p: int) -> npt.NDArray[np.int64]:
         found: list[int] = []
         for slot in self.layout.fragments[p].slots:
-            start, stop = self.held[rank][slot.tensor.name]
-            first = slot.within.start
-            found += [slot.start + e - first for e in range(max(start, first), min(stop, slot.within.stop))]
+            held, row, first = self.held[rank][slot.tensor.name], row_of(slot.tensor), slot.within.start
+            for e in range(slot.within.start, slot.within.stop):
+                if held.first <= e // row < held.last and held.left <= e % row < held.right:
+                    found.append(slot.start + e - first)
         return np.array(found, np.int64)
 
     # --- time -------------------------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ class Meeting:
     """`step_agreement.Collectives` of one rank."""
 
     def __init__(self, crew: Crew, rank: int) -> None:
-        self.rank, self._crew = rank, crew
+        self.rank, self.place, self._crew = rank, DataPlace(rank, crew.ranks, True), crew
         self._aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sums: list[WorldSum] = []
 

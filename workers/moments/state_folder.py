@@ -91,8 +91,8 @@ class SavedState(Message):
     """`torch.get_rng_state()`, of the CPU."""
     python_rng: tuple[int, tuple[int, ...], float | None]
     """`random.getstate()`."""
-    held: dict[str, tuple[Count, Count]] = Field(default_factory=dict)
-    """For a rank's file: the elements [start, stop) of each flattened tensor that it has; a tensor that is not named is
+    held: dict[str, tuple[Count, Count, Count, Count]] = Field(default_factory=dict)
+    """For a rank's file: the block of each tensor that it has (`placement.Block`); a tensor that is not named is
     whole."""
     partition: Text = ""
     """Identifies which of several ranks hold what: only files of the same partition together are a whole checkpoint."""

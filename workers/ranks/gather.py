@@ -31,7 +31,7 @@ from diloco.workers.encoding import Float32, encode_delta
 from diloco.workers.exchange.carrier import OwnCarrier, push_initial
 from diloco.workers.exchange.member import Member
 from diloco.workers.parameters import FragmentParameters
-from diloco.workers.ranks.placement import SLICE, Piece, Shares, elements, in_slices
+from diloco.workers.ranks.placement import Piece, Shares, elements
 from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Base, Publication
 
@@ -87,14 +87,20 @@ class _Gathering:
 
     def _put(self, own: Float32, pieces: Sequence[Piece], out: npt.NDArray[Any]) -> None:
         for piece in pieces:
-            span = slice(piece.start, piece.start + piece.elements)
-            self._put_one(own[piece.at : piece.at + piece.elements], span, out[span])
+            values, place = own[piece.at : piece.at + piece.elements], piece.of(out)
+            if self._against is None:
+                place[:] = values.reshape(place.shape)
+            elif place.flags.c_contiguous:
+                self._encode(piece, values, place.reshape(-1))
+            else:
+                encoded = np.empty(piece.elements, out.dtype)
+                self._encode(piece, values, encoded)
+                place[:] = encoded.reshape(place.shape)
 
-    def _put_one(self, values: Float32, span: slice, out: npt.NDArray[Any]) -> None:
-        if self._against is not None:
-            encode_delta(self._against[span], lambda: values, self.codec, None, out.view(np.uint8))
-        else:
-            out[:] = values
+    def _encode(self, piece: Piece, values: Float32, out: npt.NDArray[Any]) -> None:
+        assert self._against is not None  # noqa: S101  # pieces are encoded as they arrive
+        against = piece.of(self._against).reshape(-1)  # a copy if it is several runs
+        encode_delta(against, lambda: values, self.codec, None, out.view(np.uint8))
 
     def values(self) -> npt.NDArray[Any]:
         """Return `out`, once it is whole."""
@@ -203,7 +209,7 @@ class Transfers:
         sent = self._shares.slices(rank, p)[number]
         _check_size(rank, p, vector, elements(sent))
         for piece in sent:
-            group.append(Piece(piece.start, at, piece.elements))
+            group.append(replace(piece, at=at))
             at += piece.elements
         await self._gathered(p, tag).take(vector, group, self._member.offload)
 
@@ -251,19 +257,22 @@ class Transfers:
             if rank == self._rank:
                 self._given(p, number, at_once, await member.offload(own_values, flat, pieces))
                 continue
-            for group, taken in enumerate(in_slices(pieces)):
-                vector = _joined([flat[one.start : one.start + one.elements] for one in taken])
+            for group, taken in enumerate(self._shares.given(rank, p)):
+                vector = _joined([one.of(flat).reshape(-1) for one in taken])
                 await self._transport.ask(rank, "give", p, number, at_once, group, vector=vector)
         return True
 
     async def _give(self, server: int, p: int, number: int, at_once: bool, group: int, vector: Float32) -> None:
         """Store a slice of this rank's own vector, of which the server sends the slices in order."""
-        key, size, start = (p, number), elements(self._shares.pieces(self._rank, p)), group * SLICE
-        if start == 0:
-            self._arriving[key] = pooled(size, np.float32)
-        _check_size(server, p, vector, min(SLICE, size - start))
-        self._arriving[key][start : start + len(vector)] = vector
-        if start + len(vector) == size:
+        groups, key = self._shares.given(self._rank, p), (p, number)
+        taken = groups[group]
+        if group == 0:
+            self._arriving[key] = pooled(elements(self._shares.pieces(self._rank, p)), np.float32)
+        _check_size(server, p, vector, elements(taken))
+        if taken:
+            start = taken[0].at
+            self._arriving[key][start : start + len(vector)] = vector
+        if group + 1 == len(groups):
             self._given(p, number, at_once, self._arriving.pop(key))
 
     def _given(self, p: int, number: int, at_once: bool, own: Float32) -> None:
@@ -306,7 +315,8 @@ def own_values(flat: Float32, pieces: Sequence[Piece]) -> Float32:
         return flat
     own: Float32 = pooled(elements(pieces), np.float32)
     for piece in pieces:
-        own[piece.at : piece.at + piece.elements] = flat[piece.start : piece.start + piece.elements]
+        part = piece.of(flat)
+        own[piece.at : piece.at + piece.elements].reshape(part.shape)[:] = part
     return own
 
 

@@ -36,7 +36,7 @@ from diloco.workers.moments.state_folder import (
     StateRefused,
     read_state,
 )
-from diloco.workers.ranks.placement import Range, Ranges, local_layout
+from diloco.workers.ranks.placement import Block, Blocks, local_layout, tiles, whole_block
 
 # Holds a `SavedState` of which only the random states and the objects are used.
 RANDOM_FILE = "random.json"
@@ -47,7 +47,7 @@ Parts = dict[Path, SavedState]
 class RankFolder(StateFolder):
     """One rank's state folder."""
 
-    def __init__(self, path: Path, kept: Layout, whole: Layout, held: Sequence[Ranges], rank: int) -> None:
+    def __init__(self, path: Path, kept: Layout, whole: Layout, held: Sequence[Blocks], rank: int) -> None:
         """path: the learner's folder. kept: what this rank saves. whole: all trained tensors. held: by rank."""
         self._all, self._whole, self._held, self._rank = path, whole, held, rank
         first = held.index(held[rank])
@@ -63,7 +63,7 @@ class RankFolder(StateFolder):
     @classmethod
     def of_one(cls, path: Path, kept: Layout, whole: Layout) -> "RankFolder":
         """Return the folder of a learner that is one process."""
-        held = {slot.tensor.name: (0, slot.tensor.whole.elements) for _, slot in slots(whole)}
+        held = {slot.tensor.name: whole_block(slot.tensor) for _, slot in slots(whole)}
         return cls(path, kept, whole, [held], 0)
 
     @override
@@ -126,8 +126,8 @@ class RankFolder(StateFolder):
     def _covers(self, states: Collection[SavedState]) -> bool:
         """Return whether these states together hold all elements."""
         for _, slot in slots(self._whole):
-            ranges = {_range(state, slot.tensor) for state in states}
-            if sum(stop - start for start, stop in ranges) != slot.tensor.whole.elements:
+            blocks = {_block(state, slot.tensor) for state in states}
+            if not tiles([block for block in blocks if block.elements], slot.tensor):
                 return False
         return True
 
@@ -137,8 +137,8 @@ class RankFolder(StateFolder):
         numbers = {name: [0.0] * len(places) for name in kind.numbers}
         missing = self._layout.elements
         for path, saved in parts.items():
-            ranges = {slot.tensor.name: _range(saved, slot.tensor) for _, slot in slots(self._whole)}
-            layout = local_layout(self._whole, ranges)
+            blocks = {slot.tensor.name: _block(saved, slot.tensor) for _, slot in slots(self._whole)}
+            layout = local_layout(self._whole, blocks)
             if not (layout.elements and self._layout.elements):
                 continue  # a rank that holds nothing saved no moments
             loaded = StateFolder(path, layout).load(identity, kind)
@@ -150,18 +150,16 @@ class RankFolder(StateFolder):
             for there, (q, slot) in enumerate(slots(layout)):
                 saved_here[slot.tensor.name].append((there, q, slot))
             for at, (p, mine) in enumerate(places):
-                first = self._held[self._rank][mine.tensor.name][0] + mine.within.start
+                to = _block_in(self._held[self._rank][mine.tensor.name], mine)
                 for there, q, slot in saved_here[mine.tensor.name]:
                     for name in kind.numbers:
                         numbers[name][at] = loaded[1].numbers[name][there]
-                    start = ranges[slot.tensor.name][0] + slot.within.start
-                    low, high = max(start, first), min(start + slot.tensor.elements, first + mine.tensor.elements)
-                    if low < high:
-                        to = slice(mine.start + low - first, mine.start + high - first)
-                        of = slice(slot.start + low - start, slot.start + high - start)
-                        for name in kind.moments:
-                            own[p][name][to] = loaded[1].flats[q][name][of]
-                        missing -= high - low
+                    of = _block_in(blocks[slot.tensor.name], slot)
+                    both = to.both(of)
+                    for name in kind.moments if both.elements else ():
+                        found = of.cut(loaded[1].flats[q][name][slot.start : slot.stop], both)
+                        to.cut(own[p][name][mine.start : mine.stop], both)[:] = found
+                    missing -= both.elements
         if missing:
             raise StateRefused(f"{self._all} does not hold each of this rank's elements exactly once: {missing} remain")
         state = self._with_own_random_state(_with_fewest_steps(next(iter(parts.values())), parts.values()))
@@ -198,6 +196,11 @@ def _with_fewest_steps(state: SavedState, parts: Collection[SavedState]) -> Save
     return state.model_copy(update={"steps": first.steps})
 
 
-def _range(state: SavedState, tensor: TensorSpec) -> Range:
-    start, stop = state.held.get(tensor.name, (0, tensor.whole.elements))
-    return start, stop
+def _block(state: SavedState, tensor: TensorSpec) -> Block:
+    return Block(*state.held.get(tensor.name, whole_block(tensor)))
+
+
+def _block_in(held: Block, slot: Slot) -> Block:
+    """Return the block of the whole tensor that lies in a slot of the layout of a rank that holds `held`."""
+    first, last = slot.tensor.rows or (0, held.last - held.first)
+    return held._replace(first=held.first + first, last=held.first + last)

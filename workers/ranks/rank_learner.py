@@ -76,8 +76,7 @@ class JoinedRank:
         """samples: copies rows that all ranks hold alike, for comparison; None if there are none."""
         self.training, self.thread, self.shared = training, thread, rank.shared
         self._rank, self._group, self._shares, self._stopping = rank, group, shares, stopping
-        self._number, self.place = group.rank, (group.rank, shares.ranks)
-        """(number of this rank, number of ranks)."""
+        self._number, self.place = group.rank, group.place
         self._samples, self.shard_broadcast = samples, rank.shard_broadcast
         self.late = self.over = rank.late
         """`over` is True if the run was over in the last settled sum; the same on all ranks at the same step."""
@@ -146,6 +145,8 @@ class JoinedRank:
     def stepped(self, tokens: int) -> int:
         """Count a step of `tokens` on this rank; return the tokens that all ranks trained in the step before.
 
+        Ranks that train on the same data (`DataPlace`) are counted once.
+
         The result lags by one step, because a step's sum runs concurrently with the next step.
         """
         requests = self._rank.snapshot_requests
@@ -155,7 +156,7 @@ class JoinedRank:
         before, decided = self._settle(), self._decide()
         taken = {p: _Taken(request, self._own_snapshot(p)) for p, request in requests.ungranted(newest)}
         fragments, stop = len(self.training.layout.fragments), self._stopping.heard > 0
-        total = self._group.start_sum(encode(tokens, stop, fragments, taken, decided))
+        total = self._group.start_sum(encode(tokens * self.place.counts, stop, fragments, taken, decided))
         self._step = step = _Step(self._steps, total, taken, self._adopted)
         self._adopted = []
         if taken:

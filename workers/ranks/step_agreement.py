@@ -7,7 +7,7 @@ very step.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 # The run's progress in 0..1 travels in an integer sum, so it is scaled by this factor.
 PARTS = 2**40
@@ -54,8 +54,23 @@ class Sum(Protocol):
         """
 
 
+class DataPlace(NamedTuple):
+    """Which of a learner's data a rank trains on."""
+
+    number: int
+    """Number of the rank's group: the ranks of one group train on the same data, since they divide layers (tensor
+    parallelism). Otherwise each rank is a group."""
+    groups: int
+    counts: bool
+    """True on the one rank of its group whose tokens count."""
+
+
 class Collectives(Protocol):
     """The interface through which a learner's ranks sum integers."""
+
+    @property
+    def place(self) -> DataPlace:
+        """The data that this rank trains on."""
 
     @property
     def rank(self) -> int:

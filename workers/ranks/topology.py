@@ -4,7 +4,7 @@
 |---|---|
 | plain, in one process | none: the process is a learner on its own |
 | in DistributedDataParallel | the ranks of its process group |
-| sharded by `fully_shard` (FSDP2, HSDP) | the ranks of its mesh |
+| of DTensors: `fully_shard` (FSDP2, HSDP), tensor parallelism, or both | the ranks of their largest mesh |
 | plain, with a mesh or a process group passed | the ranks of that; the loop averages gradients itself |
 
 Every other setup that spans several processes is refused, and the error gives the reason.
@@ -17,6 +17,7 @@ bytes, so either all accept a message or all refuse it.
 import atexit
 import ctypes
 import gc
+import math
 import os
 import secrets
 import socket
@@ -44,8 +45,9 @@ from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.encoding import Float32
 from diloco.workers.parameters import local_of, trained_tensors
-from diloco.workers.ranks.placement import Range
+from diloco.workers.ranks.placement import Block
 from diloco.workers.ranks.shutdown import wait_for_gloo_threads
+from diloco.workers.ranks.step_agreement import DataPlace
 from diloco.workers.ranks.transport import TOKEN_BYTES, accept_calls, call_lower_ranks, listen
 from diloco.workers.times import TIMES
 
@@ -70,7 +72,10 @@ STALE_STORE = (
     "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and add --rdzv-backend c10d --rdzv-endpoint localhost:29601 (a free "
     "port), or leave out --max-restarts"
 )
-SHARDS_ONLY = "a learner's ranks must hold row shards or replicas: FSDP2 (fully_shard), HSDP or DDP"
+SHARDS_ONLY = (
+    "a learner's ranks must hold shards of rows or columns, or replicas: FSDP2 (fully_shard), HSDP, tensor parallelism "
+    "or DDP"
+)
 MAX_REFUSED = 2**14
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -111,8 +116,10 @@ class Proposal(Message):
     token: Annotated[bytes, Field(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     """The secret by which the ranks authenticate their connections."""
     machine: Text
-    held: Annotated[tuple[tuple[Text, Element, Element], ...], Field(max_length=MAX_TENSORS, fail_fast=True)]
-    """(name of a tensor, start, stop): the rank holds its elements [start, stop)."""
+    held: Annotated[
+        tuple[tuple[Text, Element, Element, Element, Element], ...], Field(max_length=MAX_TENSORS, fail_fast=True)
+    ]
+    """(name of a tensor, first, last, left, right): the block that the rank holds (`placement.Block`)."""
 
 
 class Address(Message):
@@ -170,9 +177,12 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
     trained = trained_tensors(model)
     sharded = {name: tensor for name, tensor in trained.items() if hasattr(tensor, "device_mesh")}
     for name, tensor in sharded.items():
-        _check_sharded(name, tensor, model)
-        found = _same(found, tuple(tensor.device_mesh.mesh.flatten().tolist()), f"parameter {name}")
-    if sharded and len(sharded) < len(trained):
+        _check_placements(name, tensor)
+    meshes = {name: tuple(tensor.device_mesh.mesh.flatten().tolist()) for name, tensor in sharded.items()}
+    largest = max(meshes.values(), key=len, default=())
+    for name, ranks in meshes.items():  # what tensor parallelism leaves alone may have a part of the mesh
+        found = _same(found, largest if set(ranks) <= set(largest) else ranks, f"parameter {name}")
+    if _is_fully_sharded(model) and len(sharded) < len(trained):
         plain = next(name for name in trained if name not in sharded)
         raise UsageError(f"parameter {plain} is trained but, unlike others, not sharded: shard it, or freeze it")
     if not found and (size := _world_size()) > 1:
@@ -220,36 +230,61 @@ def _same(found: tuple[int, ...], ranks: tuple[int, ...], whose: str) -> tuple[i
     return found or ranks
 
 
-def _check_sharded(name: str, tensor: Any, model: nn.Module) -> None:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import Replicate, Shard
-
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise UsageError(
-            f"parameter {name} is a DTensor, but fully_shard was not called on any module: tensor parallelism is not "
-            f"supported; {SHARDS_ONLY}"
-        )
-    placements = tensor.placements
-    shards = [one for one in placements if not isinstance(one, Replicate)]
-    if len(shards) > 1 or any(type(one) is not Shard or one.dim != 0 for one in shards):
-        raise UsageError(f"parameter {name} is placed as {placements}; {SHARDS_ONLY}")
+def _is_fully_sharded(model: nn.Module) -> bool:
+    """Return whether `fully_shard` was called on a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody has imported it, no module can be an FSDPModule
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
-def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Range]:
-    """Return the elements of each tensor that this rank holds."""
-    return {name: _range(tensor) for name, tensor in tensors.items()}
+def _check_placements(name: str, tensor: Any) -> None:
+    """Refuse a DTensor of which the ranks do not hold blocks of rows and columns."""
+    if any(one.is_partial() or _dim_of(one) > 1 for one in tensor.placements):
+        raise UsageError(f"parameter {name} is placed as {tensor.placements}; {SHARDS_ONLY}")
 
 
-def _range(tensor: Any) -> Range:
-    if not hasattr(tensor, "device_mesh"):
-        return 0, tensor.numel()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def _dim_of(placement: Any) -> int:
+    """Return the dimension that a placement divides; -1 if it divides none."""
+    return getattr(placement, "dim", -1)  # torch's _StridedShard (FSDP2 over tensor parallelism) is no Shard
 
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    elements, row = local_of(tensor).numel(), tensor.numel() // tensor.shape[0]
-    if elements != row * (shape[0] if shape else 1):
-        raise UsageError(f"a shard of shape {tuple(local_of(tensor).shape)} instead of {tuple(shape)}")
-    return (offset[0] * row, offset[0] * row + elements) if elements else (0, 0)
+
+def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Block]:
+    """Return the block of each tensor that this rank holds."""
+    return {name: _block(tensor) for name, tensor in tensors.items()}
+
+
+def _block(tensor: Any) -> Block:
+    shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
+    if hasattr(tensor, "device_mesh"):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        here = local_of(tensor)
+        if here.numel() != math.prod(shape):
+            raise UsageError(f"a shard of shape {tuple(here.shape)} instead of {tuple(shape)}")
+    if not math.prod(shape):
+        return Block(0, 0, 0, 0)
+    rows, columns, rest = (*shape, 1, 1)[:2], (*offset, 0, 0)[:2], math.prod(shape[2:])
+    return Block(columns[0], columns[0] + rows[0], columns[1] * rest, (columns[1] + rows[1]) * rest)
+
+
+def data_place(model: nn.Module, rank: int, ranks: int) -> DataPlace:
+    """Return which data a rank trains on: ranks that divide layers between them (tensor parallelism) have the same.
+
+    In a mesh, the dimensions of the data come before those of tensor parallelism. `fully_shard` divides rows over the
+    first dimension that divides anything; without it, no dimension of the data divides parameters.
+    """
+    tensors: list[Any] = [one for one in trained_tensors(model).values() if hasattr(one, "device_mesh")]
+    if not tensors:
+        return DataPlace(rank, ranks, True)
+    mesh = max((one.device_mesh for one in tensors), key=lambda mesh: mesh.ndim)
+    divided = [[_dim_of(placement) >= 0 for placement in one.placements] for one in tensors if one.device_mesh == mesh]
+    first = min(one.index(True) for one in divided if any(one)) if any(map(any, divided)) else mesh.ndim
+    data = first + 1 if _is_fully_sharded(model) else first
+    at, shape = mesh.get_coordinate(), tuple(mesh.mesh.shape)
+    number = 0
+    for coordinate, size in zip(at[:data], shape[:data], strict=True):
+        number = number * size + coordinate
+    return DataPlace(number, math.prod(shape[:data]), not any(at[data:]))
 
 
 def _wait(work: Any, within: timedelta | None) -> None:
@@ -290,10 +325,12 @@ class RankGroup:
     """The learner's id and incarnation, as rank 0 has them."""
     spec: Spec
     """The spec that rank 0 proposes."""
-    held: tuple[dict[str, Range], ...]
-    """The elements that each rank holds, by rank."""
+    held: tuple[dict[str, Block], ...]
+    """The blocks that each rank holds, by rank."""
     connections: Mapping[int, socket.socket]
     """The connection to each other rank, for `transport.Transport`."""
+    place: DataPlace
+    """The data that this rank trains on; implements `step_agreement.Collectives.place`."""
 
     def start_sum(self, numbers: Sequence[int]) -> GlooSum:
         """Start a sum over all ranks; implements `step_agreement.Collectives.start_sum`."""
@@ -352,7 +389,7 @@ def rendezvous(
     learner: tuple[str, str],
     asked: Mapping[str, str],
 ) -> RankGroup:
-    """Wait for all ranks of a learner, and learn which elements each holds.
+    """Wait for all ranks of a learner, and learn which blocks each holds.
 
     Args:
         ranks: the learner's global ranks.
@@ -383,8 +420,9 @@ def rendezvous(
             connections = _connect(group, [one.machine for one in proposals], agreed.token)
     except RuntimeError as error:
         raise RankGone(f"the ranks of this learner could not connect: {error}") from error
-    holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in proposals)
-    return RankGroup(group, rank, (agreed.learner, agreed.incarnation), agreed.spec, holds, connections)
+    holds = tuple({name: Block(*block) for name, *block in one.held} for one in proposals)
+    place = data_place(model, rank, len(proposals))
+    return RankGroup(group, rank, (agreed.learner, agreed.incarnation), agreed.spec, holds, connections, place)
 
 
 def _connect(group: Any, machines: Sequence[str], token: bytes) -> dict[int, socket.socket]:
