@@ -25,7 +25,7 @@ with naming_extra("diloco.integrations.torchtitan", "torchtitan"):
 def train(trainer: Trainer, *, schedule: Mapping[str, Any] | None = None, **learner: Any) -> int:
     """Train until the run is finished, at most `training.steps` steps; replaces `Trainer.train`.
 
-    The trainer's ranks (FSDP, HSDP, DDP) form one learner.
+    The trainer's ranks (FSDP, HSDP, DDP, tensor parallelism) form one learner.
 
     Args:
         schedule: arguments of `Learner.progress_schedule`, which then sets the learning rates. Default:

@@ -1,4 +1,4 @@
-"""torchtitan's debug model on CPUs, a learner by one line: `torchrun ... titan.py NAME FOLDER`.
+"""torchtitan's debug model on CPUs, a learner by one line: `torchrun ... titan.py NAME FOLDER PARALLEL`.
 
 torchtitan is for GPUs. The stand-ins below are what its CPU runs lack: statistics of a device's memory, attention with
 a backward pass, gloo's plain sums, and a call that torch 2.13 does not have yet.
@@ -52,11 +52,12 @@ def lines_of(path: str) -> Any:
     return Dataset.from_dict({"text": Path(path).read_text().splitlines()})
 
 
-def config_of(name: str, folder: Path) -> Any:
-    """Of the debug model, small enough for a test; FSDP over all ranks."""
+def config_of(name: str, folder: Path, parallel: int) -> Any:
+    """Of the debug model, small enough for a test; tensor parallelism of so many ranks, FSDP over them."""
     config = llama3_debugmodel()
     config.training.steps, config.training.seq_len, config.training.local_batch_size = 10**6, 32, 2
     config.training.disable_cuda_graphs, config.validator.enable = True, False
+    config.parallelism.tensor_parallel_degree = parallel
     config.parallelism.spmd_backend = "partial_dtensor"  # the others need a newer torch than 2.13
     config.checkpoint.enable, config.checkpoint.interval, config.dump_folder = True, 10**6, str(folder / name)
     config.hf_assets_path = str(folder)
@@ -77,8 +78,8 @@ def waiting(batches: Iterator[Any], name: str, folder: Path) -> Iterator[Any]:
         yield batch
 
 
-def main(name: str, folder: Path) -> int:
-    trainer = config_of(name, folder).build()
+def main(name: str, folder: Path, parallel: int) -> int:
+    trainer = config_of(name, folder, parallel).build()
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -95,4 +96,4 @@ def main(name: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
