@@ -43,8 +43,8 @@ async def reports_of(url: str, learner: str) -> list[LearnerReport]:
 
 
 def test_two_torchtitans_learn_together_and_a_killed_one_comes_back(tmp_path: Path) -> None:
-    """With its layers divided, where they were sharded by rows. Both end with the run's model, save it, and have counted
-    each token once."""
+    """It has its layers divided then, which were sharded by rows. Both end with the run's model and save it, and each
+    token counts once."""
     files(tmp_path)
     with Party(tmp_path, sync_interval=8, fragments=4) as party:
 
