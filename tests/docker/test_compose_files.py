@@ -66,6 +66,15 @@ def test_builds_need_nothing_that_an_old_builder_lacks():
     assert not re.search(r"^#\s*syntax\s*=|--mount|<<", text, re.MULTILINE | re.IGNORECASE)
 
 
+def test_images_have_the_wheel_and_not_the_checkout():
+    """Only the stage that builds the wheel copies the sources."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    stages = dict(re.findall(r"^FROM .* AS (\w+)\n((?:(?!FROM ).*\n)*)", text, re.MULTILINE))
+    assert [name for name, lines in stages.items() if "COPY . ." in lines] == ["wheel"]
+    for name in ("syncer", "learner"):
+        assert "COPY --from=wheel /dist /dist\nRUN pip install --no-deps /dist/*.whl\n" in stages[name]
+
+
 def service(name: str) -> str:
     """The lines of one service in compose.yaml."""
     found = re.search(rf"^  {name}:\n((?: {{4}}.*\n|\n)+)", (ROOT / "compose.yaml").read_text(), re.MULTILINE)
