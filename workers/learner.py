@@ -110,7 +110,8 @@ class Learner(BaseLearner):
             log_losses: append each step's loss to `state_dir`/losses.jsonl.
             state: objects with `state_dict` and `load_state_dict`, by name, such as a `StatefulDataLoader`. Their
                 states are saved to `state_dir` with the moments, at the end of the same step. If the learner comes
-                back, they are loaded before `open` returns, so begin to iterate after that. Each rank keeps its own.
+                back, they are loaded before `open` returns, so begin to iterate after that (not with `recover` "peer"
+                or "fresh"). Each rank keeps its own.
             encode_on: where deltas are encoded and their bases and residuals are kept. "cpu": in host memory; "device":
                 on the model's device, at 4 bytes per parameter, or 8 to 16 if the codec quantizes; "auto": "device" if
                 that is CUDA.

@@ -51,6 +51,18 @@ class Model(nn.Module):
         return self.head(h + torch.tanh(self.wide(self.narrow(h))))
 
 
+class Rows:
+    """Stands for this rank's own loader, which knows how far it has read."""
+
+    read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
 class Counted:
     """Bytes of the payloads that this process sends and reads."""
 
@@ -149,9 +161,11 @@ group = rank // {"tp": size, "fsdp-tp": 2}.get(kind, 1)
 generator = torch.Generator().manual_seed(1000 * len(name) + group)
 state = f"{folder}/state-{name}" if os.environ.get("TEST_STATE") else None
 mesh_given = "world" if kind in ("mean", "apart") else None
+kept = Rows()
 given: dict[str, Any] = {"run": "ranks", "learner_id": name, "mesh": mesh_given}
+given["state"] = {"data": kept} if state else None
 with Learner(model, optimizer, state_dir=state, state_every_s=0.2, **given) as learner:
-    print(f"joined {learner.recovered} {learner.earlier_steps}", flush=True)
+    print(f"joined {learner.recovered} {learner.earlier_steps} {kept.read}", flush=True)
     steps = 0
     dealt = iter(())
     if os.environ.get("TEST_BATCHES"):
@@ -165,6 +179,7 @@ with Learner(model, optimizer, state_dir=state, state_every_s=0.2, **given) as l
             raise OSError("the data has ended")
         x = torch.randint(symbols, (4, 8 + 8 * group), generator=generator)
         rows = next(dealt, None)
+        kept.read += 1 + rank
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), ((3 * x + 1) % symbols).flatten())
         loss.backward()
         for parameter in model.parameters() if kind == "mean" else ():

@@ -1,5 +1,6 @@
 """Learners of one and several ranks in one run, as processes over gloo."""
 
+import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.settings import CHUNK_BYTES
+from diloco.workers.moments.state_folder import STATE_FILE, read_state
+from diloco.workers.ranks.rank_folder import RANDOM_FILE
 from tests.ranks.party import Party
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -130,7 +133,7 @@ def lives(party: Party, *kinds: tuple[str, int]) -> Iterator[int]:
     for life, (kind, ranks) in enumerate(kinds):
         learner = party.learner(kind, "them", ranks, TEST_STATE="1")
         party.until(lambda: len(party.said("them-0", "joined ")) > life)  # noqa: B023  # called here
-        source, steps = party.said("them-0", "joined ")[-1].split()[1:]
+        source, steps = party.said("them-0", "joined ")[-1].split()[1:3]
         assert (source == "checkpoint" and int(steps) > earlier) == (life > 0), (life, source, steps, earlier)
         earlier = int(steps)
         stepped = len(party.said("them-0", "step "))
@@ -164,6 +167,30 @@ def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
     with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
         for life in lives(party, ("fsdp", 3), ("plain", 1), ("tp", 2), ("ddp", 2), ("fsdp-tp", 4)):
             assert len(party.said("them-0", "state_resharded")) == life, party.shown()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_rank_of_a_killed_learner_reads_on_where_it_saved(tmp_path: Path, kind: str) -> None:
+    """Even a replica that saves no moments; rank 1 reads two rows a step."""
+
+    def saved(rank: int) -> int:
+        files = [tmp_path / f"state-pair/rank-{rank}-of-2" / name for name in (STATE_FILE, RANDOM_FILE)]
+        states = [read_state(file).objects["data"] for file in files if file.exists()]
+        return torch.load(io.BytesIO(states[0]), weights_only=True)["read"] if states else 0
+
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
+        pair = party.learner(kind, "pair", 2, TEST_STATE="1")
+        party.until(lambda: saved(0) > 20 and saved(1) > 40)
+        for process in pair:
+            process.kill()
+        party.ended(*pair)
+        positions = [saved(rank) for rank in range(2)]
+        print(kind, positions)
+        party.learner(kind, "pair", 2, TEST_STATE="1")
+        party.until(lambda: all(len(party.said(f"pair-{rank}", "joined ")) == 2 for rank in range(2)))
+        read = [int(party.said(f"pair-{rank}", "joined ")[-1].split()[3]) for rank in range(2)]
+        assert read == positions
+        assert positions[1] % 2 == 0
 
 
 def test_replicated_shards_end_on_the_heads(tmp_path: Path) -> None:

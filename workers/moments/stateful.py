@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from diloco.pipeline.errors import UsageError
 
-# Most bytes of all states together: they are part of `state_folder.STATE_FILE`, as hex.
+# Limit on all states together, which `state_folder.STATE_FILE` holds as hex.
 MAX_STATES_BYTES = 16 * 2**20
 
 
@@ -29,7 +29,7 @@ class Stateful(Protocol):
 
 
 def pack(objects: Mapping[str, Stateful]) -> dict[str, bytes]:
-    """Return the objects' present states; for the training thread, between two steps.
+    """Return the objects' current states; for the training thread, between two steps.
 
     Raises:
         UsageError: a state cannot be saved, or could not be loaded again; names the object.
@@ -73,7 +73,7 @@ def unpack(objects: Mapping[str, Stateful], states: Mapping[str, bytes], folder:
                 f"Learner: state[{name!r}] does not take the state saved in {folder}: {error!r:.300}; pass the same "
                 "object as before, or a different state_dir to start without it"
             ) from error
-        if isinstance(one, LRScheduler):  # many compute the next rate from the present one, which is the optimizer's
+        if isinstance(one, LRScheduler):  # many compute the next rate from the current one, which is in the optimizer
             for group, rate in zip(one.optimizer.param_groups, one.get_last_lr(), strict=True):
                 group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
     if missing := sorted(objects.keys() - states.keys()):
