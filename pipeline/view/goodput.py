@@ -13,7 +13,9 @@ as much time as the run's mean token. So goodput + badput by cause = 1.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 from typing import Any, TypedDict
 
 from diloco.pipeline.messages.run import RunState, SeenReport
@@ -80,12 +82,12 @@ def time_of_learners(
         recent: only the last five minutes before `end_s`.
     """
     begin_s = end_s - RECENT_S if recent else -math.inf
-    found: dict[str, Seconds] = {}
+    found: defaultdict[str, Seconds] = defaultdict(lambda: dict.fromkeys(ACTIVITIES, 0.0))
     silent: dict[str, float] = {}  # learner -> when its last incarnation was heard last, unless that has left
+    dead: list[tuple[float, str]] = []  # the same of those that are dead, as a heap; also of some that came back
 
     def spend(learner: str, activity: str, since_s: float, until_s: float, share: float = 1.0) -> None:
-        spent_s = max(0.0, min(until_s, end_s) - max(since_s, begin_s))
-        found.setdefault(learner, dict.fromkeys(ACTIVITIES, 0.0))[activity] += spent_s * share
+        found[learner][activity] += share * max(0.0, min(until_s, end_s) - max(since_s, begin_s))
 
     lives = []
     for seen in reports:
@@ -94,8 +96,11 @@ def time_of_learners(
         lives.append((began_s - report.joining_s, began_s, heard_s, report))
     for joins_s, began_s, heard_s, report in sorted(lives, key=lambda life: life[:3]):
         learner = report.learner
-        dead = (one for one, at_s in silent.items() if at_s <= joins_s and now_s - at_s > live_s)
-        before = learner if learner in silent or learner in found else min(dead, key=silent.__getitem__, default="")
+        before = learner
+        if learner not in found:
+            while dead and silent.get(dead[0][1]) != dead[0][0]:
+                heappop(dead)
+            before = dead[0][1] if dead and dead[0][0] <= joins_s else learner
         died = before in silent
         if died:
             spend(before, "away", silent.pop(before), joins_s)
@@ -108,10 +113,12 @@ def time_of_learners(
         spend(learner, "blocked", began_s, heard_s, blocked)
         if not report.left:
             silent[learner] = heard_s
+            if now_s - heard_s > live_s:
+                heappush(dead, (heard_s, learner))
     for learner, at_s in silent.items():
         if now_s - at_s > live_s:
             spend(learner, "away", at_s, end_s)
-    return found
+    return dict(found)
 
 
 def summed(learners: Mapping[str, Seconds]) -> Seconds:
