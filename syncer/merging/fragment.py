@@ -232,8 +232,8 @@ class FragmentState:
         """Take over the outcome of a merge whose commit has succeeded."""
         stepped = merged.stepped
         self.version, self.digest, self.before = merged.version, stepped.digest, self.theta
-        self.theta, self.momentum, self.sample = stepped.theta, stepped.momentum, stepped.sample
-        self.norms = merged.norms
+        self.theta, self.momentum = stepped.theta, stepped.momentum
+        self.norms, self.sample = merged.norms, stepped.sample
 
 
 def _counters(deltas: Sequence[Delta]) -> list[tuple[int, int]]:
