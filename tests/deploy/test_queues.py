@@ -20,6 +20,10 @@ def job_of(resource: Resource, name: str) -> Resource:
     return found
 
 
+def trainjobs() -> list[Resource]:
+    return list(yaml.safe_load_all((FOLDER / "trainjob/learners.yaml").read_text()))
+
+
 def variable(container: Resource, name: str) -> Any:
     (found,) = [one for one in container["env"] if one["name"] == name]
     return found["valueFrom"]["fieldRef"]["fieldPath"]
@@ -55,9 +59,11 @@ def test_a_trainjob_is_a_learner_whose_pods_restart_together(tmp_path: Path) -> 
     (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
     assert container["name"] == "node"
     assert variable(container, "DILOCO_LEARNER_ID") == "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
-    trained = [one["spec"] for one in resources if one["kind"] == "TrainJob"]
+    trained = trainjobs()
     assert len(trained) > 1
-    for spec in trained:
+    for one in trained:
+        validate(one)
+        spec = one["spec"]
         assert spec["runtimeRef"] == {"kind": "TrainingRuntime", "name": "learner"}
         assert str(spec["trainer"]["numProcPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
 
@@ -71,11 +77,11 @@ def test_the_queue_is_the_one_that_they_ask_for_and_counts_what_they_request(tmp
     assert local["spec"]["clusterQueue"] == cluster["metadata"]["name"]
     assert counted["name"] == flavor["metadata"]["name"]
     assert [one["name"] for one in counted["resources"]] == group["coveredResources"]
-    for overlay in ("jobset", "trainjob"):
-        resources = built(overlay, tmp_path / overlay)
-        queued = [one for one in resources if one["kind"] in ("JobSet", "TrainJob")]
-        assert {one["metadata"]["labels"][QUEUE] for one in queued} == {local["metadata"]["name"]}
-        assert {one["metadata"]["namespace"] for one in queued} == {local["metadata"]["namespace"]}
+    jobset, trainjob = (built(overlay, tmp_path / overlay) for overlay in ("jobset", "trainjob"))
+    queued = [named(jobset, "JobSet", "run"), *trainjobs()]
+    assert {one["metadata"]["labels"][QUEUE] for one in queued} == {local["metadata"]["name"]}
+    assert {one["metadata"]["namespace"] for one in queued} == {local["metadata"]["namespace"]}
+    for resources in (jobset, trainjob):
         (container,) = pods(resources)["learner"]["spec"]["containers"]
         asked = container["resources"]
         assert (asked["requests"] | asked["limits"]).keys() <= set(group["coveredResources"])
