@@ -49,7 +49,7 @@ from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.rank_learner import RankThread
 from diloco.workers.ranks.shutdown import RankStopping
-from diloco.workers.ranks.topology import ranks_of, rendezvous
+from diloco.workers.ranks.topology import data_place, ranks_of, rendezvous
 from diloco.workers.rounds import Rounds
 from diloco.workers.spec_proposal import fitting
 from diloco.workers.stopping import Stopping
@@ -154,6 +154,11 @@ class Learner(BaseLearner):
             raise UsageError(
                 "encode_on='device' cannot be used with several ranks, which gather deltas in host "
                 "memory: set encode_on='cpu'"
+            )
+        if self._ranks and given.state and data_place(model, 0, len(self._ranks)).groups < len(self._ranks):
+            raise UsageError(
+                "state= cannot be used with tensor parallelism, whose ranks must read the same batches, while each "
+                "saves by its own clock: read with learner.batches"
             )
         if given.sync is not None:
             proposed = self._proposed()

@@ -163,7 +163,7 @@ state = f"{folder}/state-{name}" if os.environ.get("TEST_STATE") else None
 mesh_given = "world" if kind in ("mean", "apart") else None
 kept = Rows()
 given: dict[str, Any] = {"run": "ranks", "learner_id": name, "mesh": mesh_given}
-given["state"] = {"data": kept} if state else None
+given["state"] = {"data": kept} if state and kind not in ("tp", "fsdp-tp") else None
 with Learner(model, optimizer, state_dir=state, state_every_s=0.2, **given) as learner:
     print(f"joined {learner.recovered} {learner.earlier_steps} {kept.read}", flush=True)
     steps = 0

@@ -9,8 +9,10 @@ import torch
 from structlog.testing import capture_logs
 
 from diloco.pipeline.errors import UsageError
+from diloco.workers import learner
 from diloco.workers.learner import Learner
 from diloco.workers.moments import stateful
+from diloco.workers.ranks.step_agreement import DataPlace
 from tests.parties import wait_for
 from tests.workers.test_parameters import Net
 from tests.workers.test_recovery import Diary, Party
@@ -67,21 +69,21 @@ def test_a_killed_learner_reads_on_at_the_step_of_its_saved_moments(
 ) -> None:
     """Even at the start of a run, and if the optimizer's moments cannot be saved."""
 
-    def learner(reader: Reader) -> Party:
+    def party_of(reader: Reader) -> Party:
         model = Net()
         party = Party(tmp_path, model=model, made=made and made(model), state={"data": reader})
         party.join(versions)
         return party
 
     reader = Reader()
-    party = learner(reader)
+    party = party_of(reader)
     train(party, 3, reader)
     save(party, reader)
     train(party, 4, reader)
     again = Reader()
     assert party.own.folder is not None
     party.own.folder.close(60.0)  # releases the lock, as the system does for a killed process
-    party = learner(again)
+    party = party_of(again)
     assert (again.read, party.keeper.earlier_steps, reader.read) == (5, 5, 9)
     fresh = "start" if versions == (0, 0) else "fresh"
     assert party.keeper.source == ("checkpoint" if made is None else fresh)
@@ -89,7 +91,7 @@ def test_a_killed_learner_reads_on_at_the_step_of_its_saved_moments(
     train(party, 3, again)
     party.leave()
     last = Reader()
-    learner(last)
+    party_of(last)
     assert last.read == 8
 
 
@@ -159,21 +161,37 @@ def test_a_schedule_continues_with_the_same_rates(tmp_path: Path) -> None:
             schedule.step()
         return rates
 
-    def learner(folder: Path) -> tuple[Party, Any]:
+    def scheduled(folder: Path) -> tuple[Party, Any]:
         objects: dict[str, Any] = {}
         party = Party(folder, state=objects)
         objects["schedule"] = torch.optim.lr_scheduler.CosineAnnealingLR(party.optimizer, T_max=10)
         party.join()
         return party, objects["schedule"]
 
-    whole = train(*learner(tmp_path / "whole"), 8)
-    party, schedule = learner(tmp_path / "parts")
+    whole = train(*scheduled(tmp_path / "whole"), 8)
+    party, schedule = scheduled(tmp_path / "parts")
     first = train(party, schedule, 5)
     party.leave()
-    assert first + train(*learner(tmp_path / "parts"), 3) == pytest.approx(whole)
+    assert first + train(*scheduled(tmp_path / "parts"), 3) == pytest.approx(whole)
     assert len(set(whole)) == 8
 
 
 def test_states_need_a_folder() -> None:
     with pytest.raises(UsageError, match="state_dir"):
         Learner(Net(), redis_url="redis://127.0.0.1:1", state={"data": Reader()})
+
+
+def test_ranks_that_must_read_the_same_keep_no_positions_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank saves by its own clock: after a restart tensor parallel ranks would train on different batches."""
+    monkeypatch.setattr(learner, "ranks_of", lambda *_: (0, 1))
+    for groups in (1, 2):
+        monkeypatch.setattr(learner, "data_place", lambda *_, groups=groups: DataPlace(0, groups, True))
+        how: dict[str, Any] = {"redis_url": "redis://127.0.0.1:1", "state_dir": tmp_path}
+        Learner(Net(), **how)
+        if groups == 1:
+            with pytest.raises(UsageError, match=r"learner\.batches"):
+                Learner(Net(), state={"data": Reader()}, **how)
+        else:
+            Learner(Net(), state={"data": Reader()}, **how)
