@@ -51,12 +51,7 @@ RunFolder = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 Price = Annotated[
     float | None,
-    typer.Option(
-        "--price",
-        metavar="AMOUNT",
-        min=0,
-        help="Price of one learner's hour in any currency: show also what the run has cost, and what failures cost",
-    ),
+    typer.Option(metavar="AMOUNT", min=0, help="Price of a learner's hour: show what run and failures cost"),
 ]
 
 

@@ -6,13 +6,11 @@ report and the page of its last moment; if `diloco run` did not start it, there 
 
 import asyncio
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from diloco.launcher.display import cost_words
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, Place, ended_without_report, is_live, locate
 from diloco.launcher.page import MODEL_FILE, folder_of_page, redis_route, write_page
 from diloco.launcher.report import read_report, summary, summary_so_far
@@ -21,7 +19,6 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.view.goodput import cost
 from diloco.pipeline.view.page.collector import MAX_READ, RunReader
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.model import Model, PageModel
@@ -81,8 +78,7 @@ def command(settings: ViewSettings, folder: ReportFolder = None, html: Html = No
     if html is not None:
         typer.echo(write_page(model_of(folder), html))
     elif (folder / REPORT_FILE).is_file():
-        report = read_report(folder / REPORT_FILE)
-        typer.echo(summary(report) + _cost(report.get("goodput"), price))
+        typer.echo(summary(read_report(folder / REPORT_FILE), price))
     else:
         why = ended_without_report(folder) if (folder / RUN_FILE).is_file() else f"{folder} has no {REPORT_FILE}"
         raise UsageError(why, "to create a page from its tape, pass --html FILE")
@@ -109,14 +105,9 @@ async def _poll(url: str, run: str, known: bool) -> tuple[Model, Status]:
     return model.snapshot(), poll.status
 
 
-def _cost(goodput: Mapping[str, Any] | None, price: float | None) -> str:
-    """Return one more line of a summary, or "" without a price."""
-    return "" if price is None else f"\ncost {cost_words(cost(goodput, price) if goodput else None)}"
-
-
 def _tell(model: Model, status: Status, place: Place, html: Path | None, price: float | None) -> None:
     if html is None:
-        typer.echo(summary_so_far(status, model["curves"].values()) + _cost(status["goodput"], price))
+        typer.echo(summary_so_far(status, model["curves"].values(), price))
         if place.page:
             typer.echo(f"page       {place.page}")
         return

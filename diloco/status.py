@@ -28,7 +28,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.view.goodput import Cost, cost
+from diloco.pipeline.view.goodput import cost
 from diloco.pipeline.view.status import Status, is_missed, present
 from diloco.pipeline.view.status_reader import read_status
 
@@ -65,17 +65,13 @@ class _RunInfo:
             return kept.resolve().as_uri()
         return self.place.page or self.syncers_page
 
-    def _cost(self, price: float) -> Cost | None:
-        goodput = (self.status or self.report).get("goodput")
-        return cost(goodput, price) if goodput else None
-
     def as_json(self, price: float | None) -> str:
         """Return one line of JSON, with the page's address if it is known, and what the run costs at a price."""
         if self.closing:
             return dumps({"run": self.place.run, "phase": Phase.CLOSING, "report": str(self._report_file())})
         page, _, host = (self.place.page or self.syncers_page or "").partition(" on ")
         more = ({"page": page} if page else {}) | ({"page_host": host} if host else {})
-        money = {} if price is None else {"cost": self._cost(price)}
+        money = {} if price is None else {"cost": cost((self.status or self.report).get("goodput"), price)}
         return dumps(({**self.status, **more} if self.status is not None else self.report) | money)
 
     def as_text(self, price: float | None) -> Iterator[RenderableType]:
@@ -87,10 +83,10 @@ class _RunInfo:
             )
         elif self.status is not None:
             yield render(self.status)
+            if price is not None:
+                yield Text(f"cost       {cost_words(self.status['goodput'], price)}")
         else:
-            yield Text(summary(self.report))
-        if price is not None and not self.closing:
-            yield Text(f"cost       {cost_words(self._cost(price))}")
+            yield Text(summary(self.report, price))
         if page := self.page():
             yield Text(f"page       {page}{'; elsewhere: diloco watch' if ' on ' in page else ''}")
         if (status := self.status) is not None and status["phase"] in ("waiting", Phase.RUNNING):

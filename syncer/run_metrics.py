@@ -94,13 +94,8 @@ def _fates(_: Reading, poll: Poll, __: float) -> Values:
     yield ("pending",), lost["pending"]
 
 
-def _goodput(_: Reading, poll: Poll, __: float) -> Values:
-    yield (), None if poll.status["goodput"] is None else poll.status["goodput"]["since_start"]["goodput"]
-
-
 def _badput(_: Reading, poll: Poll, __: float) -> Values:
-    if poll.status["goodput"] is not None:
-        yield from (((cause,), one) for cause, one in poll.status["goodput"]["since_start"]["badput"].items())
+    yield from (((cause,), one) for cause, one in poll.status["goodput"]["since_start"]["badput"].items())
 
 
 def _seconds(reading: Reading, _: Poll, __: float) -> Values:
@@ -178,7 +173,7 @@ FIGURES = (
     Figure(
         "diloco_run_goodput",
         "Goodput since the start: share of the learners' time that trained tokens which are not lost",
-        _goodput,
+        _one(lambda at: at.status["goodput"]["since_start"]["goodput"]),
     ),
     Figure("diloco_run_badput", "Shares of the rest of that time, by cause", _badput, ("cause",)),
     Figure(

@@ -22,6 +22,7 @@ from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.run import Evaluation, LearnerReport
 from diloco.pipeline.process import signals
+from diloco.pipeline.view.goodput import goodput
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.merged_share import shares
 from diloco.pipeline.view.status import EvaluationStatus, LearnerStatus, Status
@@ -78,7 +79,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
         "progress": min(1.0, last["tokens"] / budget),
         "merged_tokens": last["tokens"],
         "merged_share": shares((), (0.0, last["tokens"], last["tokens"])),
-        "goodput": None,
+        "goodput": goodput((), None, (0, 0, {}), None, (0.0, 0.0, 0.0)),
         "outer_steps": 0,
         "refused": {},
         "tokens_lost": {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0},

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from diloco.pipeline.pacing import OuterStep
 from diloco.pipeline.units import count, counted, duration
-from diloco.pipeline.view.goodput import Cost
+from diloco.pipeline.view.goodput import cost
 from diloco.pipeline.view.merged_share import RECENT_S, MergedShare
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, TokensLost, present, speed
 
@@ -65,14 +65,14 @@ def goodput_words(goodput: Mapping[str, Any] | None) -> str:
     return f"{share:.1%}{recent}{', badput ' * bool(badput)}{badput}"
 
 
-def cost_words(cost: Cost | None) -> str:
-    """Format a cost: '12.60, 3.21 per million merged tokens; badput 1.10, of which failures 0.80'."""
-    if cost is None:
+def cost_words(goodput: Mapping[str, Any] | None, price: float) -> str:
+    """Format the cost of a run: '12.60, 3.21 per million merged tokens; badput 1.10, of which failures 0.80'."""
+    if (found := cost(goodput, price)) is None:
         return "not known"
-    merged = cost["per_million_merged_tokens"]
+    merged = found["per_million_merged_tokens"]
     each = "" if merged is None else f", {_money(merged)} per million merged tokens"
-    badput, failures = _money(sum(cost["badput"].values())), _money(cost["failures"])
-    return f"{_money(cost['total'])}{each}; badput {badput}, of which failures {failures}"
+    badput, failures = _money(sum(found["badput"].values())), _money(found["failures"])
+    return f"{_money(found['total'])}{each}; badput {badput}, of which failures {failures}"
 
 
 def _money(amount: float) -> str:

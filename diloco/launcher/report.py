@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diloco.launcher.display import goodput_words, merged_share, trained
+from diloco.launcher.display import cost_words, goodput_words, merged_share, trained
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.fragments import Layout
@@ -374,7 +374,7 @@ def _learners(rows: Sequence[Mapping[str, Any]], died: int, started: int | None 
     return f"{counted(len(rows), 'learner')}{ranks}{whence}{f', {died} of them died' if died else ''}"
 
 
-def summary_so_far(status: Status, curves: Collection[LossCurve] = ()) -> str:
+def summary_so_far(status: Status, curves: Collection[LossCurve] = (), price: float | None = None) -> str:
     """Return the lines of `summary` for a run of which only its Redis is read; `curves`: the learners' losses."""
     learners = present(status["learners"])
     blocked = max((one["blocked_s"] / one["wall_s"] for one in learners if one.get("wall_s")), default=0.0)
@@ -388,7 +388,7 @@ def summary_so_far(status: Status, curves: Collection[LossCurve] = ()) -> str:
         *_loss(evaluation and evaluation["loss"], evaluation is not None, curves, not status["own_loop"]),
         f"tokens: {ledger_line(account)}",
         f"merged share {merged_share(status['merged_share'])}",
-        f"goodput {goodput_words(status['goodput'])}",
+        *_goodput_lines(status["goodput"], price),
         f"training blocked for at most {blocked:.2%} of the time",
     ]
     return "\n".join(lines + [f"warning: {warning}" for warning in status["warnings"]])
@@ -410,8 +410,13 @@ def read_report(file: Path) -> Report:
     return report
 
 
-def summary(report: Report) -> str:
-    """Return the summary of a report in a few lines."""
+def _goodput_lines(goodput: Mapping[str, Any] | None, price: float | None) -> list[str]:
+    cost = [] if price is None else [f"cost {cost_words(goodput, price)}"]
+    return [f"goodput {goodput_words(goodput)}", *cost]
+
+
+def summary(report: Report, price: float | None = None) -> str:
+    """Return the summary of a report in a few lines; price: of an hour of one learner."""
     loss = report["global_val_loss"]
     blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
     died = sum(row["died"] for row in report["learners"])
@@ -423,7 +428,7 @@ def summary(report: Report) -> str:
         *_loss(loss, loss is not None or bool(report["evaluations"]), report.get("curves", ())),
         f"tokens: {ledger_line(report)}",
         f"merged share {merged_share(report['merged_share'])}",
-        f"goodput {goodput_words(report.get('goodput'))}",
+        *_goodput_lines(report.get("goodput"), price),
         f"training blocked for at most {blocked:.2%} of the time",
     ]
     lines += _demo_lines(report["demo"]) if report["demo"] else []

@@ -146,6 +146,10 @@ class RefusalReason(StrEnum):
     RUN_FINISHED = "run_finished"
 
 
+# A delta that is refused for one of these reasons may be sound, but came too late.
+LATE = (RefusalReason.TOO_STALE, RefusalReason.UPLOAD_TIMEOUT, RefusalReason.RUN_FINISHED)
+
+
 class Contribution(Message):
     """One learner's part of a merge."""
 

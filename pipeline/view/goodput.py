@@ -24,15 +24,13 @@ from diloco.pipeline.view.merged_share import RECENT_S
 ACTIVITIES = ("training", "blocked", "joining", "rejoining", "away")
 # The causes of badput that a run without failures does not have.
 FAILURES = ("rejoining", "away", "died")
-# By activity.
-Seconds = dict[str, float]
+Seconds = dict[str, float]  # by activity
 
 
 class Division(TypedDict):
     """How time divides."""
 
     seconds: Seconds
-    """Time by activity (`ACTIVITIES`)."""
     goodput: float | None
     """Share of the time; None if there is none, or the fate of the tokens is not known."""
     badput: dict[str, float]
@@ -53,18 +51,6 @@ class Goodput(TypedDict):
     """Merged in this time."""
 
 
-class Cost(TypedDict):
-    """Costs of a run in the currency of the price."""
-
-    total: float
-    per_million_merged_tokens: float | None
-    """None if nothing was merged."""
-    badput: dict[str, float]
-    """By cause."""
-    failures: float
-    """The part of `badput` that failures cause (`FAILURES`)."""
-
-
 def time_of_learners(
     reports: Sequence[SeenReport], started_s: float, end_s: float, now_s: float, live_s: float, recent: bool = False
 ) -> dict[str, Seconds]:
@@ -74,12 +60,10 @@ def time_of_learners(
     takes the place of the dead one: a pod that replaces another one has a new name.
 
     Args:
-        reports: the last report of each incarnation.
-        started_s: when this part of the run began, Unix time: nothing was trained before.
-        end_s: when the run ended, or now.
-        now_s: Unix time at which the reports have their ages.
+        reports: the last report of each incarnation, with their ages at `now_s`, Unix time.
+        started_s, end_s: when this part of the run began (nothing was trained before), and when it ended, or now.
         live_s: a learner that was silent for this long is dead.
-        recent: only the last five minutes before `end_s`.
+        recent: only the last five minutes.
     """
     begin_s = end_s - RECENT_S if recent else -math.inf
     found: defaultdict[str, Seconds] = defaultdict(lambda: dict.fromkeys(ACTIVITIES, 0.0))
@@ -129,10 +113,7 @@ def summed(learners: Mapping[str, Seconds]) -> Seconds:
 def divide(seconds: Seconds, kept: float | None, lost: Mapping[str, float]) -> Division:
     """Return how time divides into goodput and badput.
 
-    Args:
-        seconds: by activity.
-        kept: tokens that were trained and are not lost, or their share; None if not known.
-        lost: the same of lost tokens, by cause.
+    kept: tokens that were trained and are not lost, or their share; None if not known. lost: those lost, by cause.
     """
     total_s = sum(seconds.values())
     if kept is None or not total_s:
@@ -147,30 +128,22 @@ def divide(seconds: Seconds, kept: float | None, lost: Mapping[str, float]) -> D
 def goodput(
     reports: Sequence[SeenReport],
     state: RunState | None,
-    tokens: int,
-    merged: int,
-    lost: Mapping[str, int],
+    tokens: tuple[int, int, Mapping[str, int]],
     recent_share: float | None,
-    end_s: float,
-    now_s: float,
-    live_s: float,
+    times: tuple[float, float, float],
 ) -> Goodput:
-    """Return the goodput of a run from its reports and totals.
+    """Return the goodput of a run, or of the part of it that `state` began.
 
-    Args:
-        reports, end_s, now_s, live_s: see `time_of_learners`.
-        state: of the run.
-        tokens, merged, lost: trained in this part of the run, and what became of them.
-        recent_share: merged share of the last five minutes; None if not known, or if they are the whole run.
+    tokens: trained, merged, and lost by cause. recent_share: merged share of the last five minutes; None if not known,
+    or if they are the whole run. times: `end_s`, `now_s` and `live_s` of `time_of_learners`.
     """
     reports = [seen for seen in reports if seen.counts_in(state)]
     started_s = -math.inf if state is None else state.started_unix_s
-    learners, recently = (
-        time_of_learners(reports, started_s, end_s, now_s, live_s, recent) for recent in (False, True)
-    )
+    learners, recently = (time_of_learners(reports, started_s, *times, recent) for recent in (False, True))
+    trained, merged, lost = tokens
     not_merged = {} if recent_share is None else {"not_merged": 1 - recent_share}
     return {
-        "since_start": divide(summed(learners), tokens - sum(lost.values()), lost),
+        "since_start": divide(summed(learners), trained - sum(lost.values()), lost),
         "recent": divide(summed(recently), recent_share, not_merged),
         "learners": learners,
         "learners_recent": recently,
@@ -178,13 +151,14 @@ def goodput(
     }
 
 
-def cost(goodput: Mapping[str, Any], price: float) -> Cost:
-    """Return what a run has cost since the start; learners that are away cost as much as others.
+def cost(goodput: Mapping[str, Any] | None, price: float) -> dict[str, Any] | None:
+    """Return what a run has cost since the start, JSON-able; None if not known. `failures` is the part of `badput` that
+    failures cause. Learners that are away cost as much as others.
 
-    Args:
-        goodput: as in the run's status or report.
-        price: of an hour of one learner.
+    goodput: in a status or report. price: of an hour of one learner.
     """
+    if goodput is None or goodput["since_start"]["goodput"] is None:
+        return None
     division, merged_tokens = goodput["since_start"], goodput["merged_tokens"]
     total = price * sum(division["seconds"].values()) / 3600
     badput = {cause: total * share for cause, share in division["badput"].items()}

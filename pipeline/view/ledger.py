@@ -16,22 +16,12 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.fragment import (
-    Committed,
-    Contribution,
-    DeltaHeader,
-    RefusalReason,
-    Rejected,
-    Rewound,
-    TapeRecord,
-)
+from diloco.pipeline.messages.fragment import LATE, Committed, Contribution, DeltaHeader, Rejected, Rewound, TapeRecord
 from diloco.pipeline.view.ledger_inputs import Incarnation, LedgerInputs
 
 # Why tokens are not merged, by the names in reports.
 CAUSES = ("overwritten", "rejected", "died", "pending", "unaccounted")
 Fate = Literal["merged", "offered", "refused", "late"]
-# A delta that is refused for one of these reasons is sound, but too late.
-LATE = (RefusalReason.TOO_STALE, RefusalReason.UPLOAD_TIMEOUT, RefusalReason.RUN_FINISHED)
 
 
 @dataclass(slots=True)

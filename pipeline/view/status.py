@@ -139,8 +139,7 @@ class Status(TypedDict):
     progress: float
     merged_tokens: int
     merged_share: MergedShare
-    goodput: Goodput | None
-    """None for a data-parallel baseline."""
+    goodput: Goodput
     outer_steps: int
     tokens_lost: TokensLost
     refused: dict[str, int]
@@ -264,13 +263,12 @@ def _in_this_part(
     state: RunState | None, layout: Layout | None, tokens: int, merged: int, lost: TokensLost
 ) -> tuple[int, int, dict[str, int]]:
     """Return what `_tokens` returns, without earlier parts of the run, and without what is pending."""
-    earlier = dict.fromkeys(("overwritten", "rejected", "died"), 0)
-    if state is not None and layout is not None and state.base_tokens:
-        earlier["overwritten"] = state.base_overwritten // layout.elements
-        earlier["rejected"] = state.base_rejected // layout.elements
-        earlier["died"] = state.base_tokens - state.base_merged - sum(earlier.values())
+    causes, earlier = ("overwritten", "rejected", "died"), [0, 0, 0]
+    if state is not None and layout is not None:
+        earlier = [base // layout.elements for base in (state.base_overwritten, state.base_rejected)]
+        earlier.append(state.base_tokens - state.base_merged - sum(earlier))
         tokens, merged = tokens - state.base_tokens, merged - state.base_merged
-    now = {cause: max(0, lost[cause] - gone) for cause, gone in earlier.items()}  # type: ignore[literal-required]
+    now = {one: max(0, lost[one] - gone) for one, gone in zip(causes, earlier, strict=True)}  # type: ignore[literal-required]
     return max(tokens, sum(now.values())), max(0, merged), now
 
 
@@ -378,7 +376,7 @@ def build_status(
         "progress": min(1.0, counted / budget) if budget else 0.0,
         "merged_tokens": merged,
         "merged_share": merged_share,
-        "goodput": goodput(reports, state, *own, lately, end_s, now_unix_s, live_s),
+        "goodput": goodput(reports, state, own, lately, (end_s, now_unix_s, live_s)),
         "outer_steps": sum(head.version for head in present),
         "tokens_lost": lost,
         "refused": dict(sorted(refused.items())),

@@ -423,8 +423,8 @@ async def test_the_bar_of_goodput_is_as_long_as_the_shares_and_says_them(page: T
     async with page_of(Still(made_up())) as address:
         await page.open(address)
         await page.until("globalThis.diloco?.took.updates > 0 && diloco.model.fragments.size === 2")
-        patch = "diloco.model.patch({totals: {...diloco.model.totals, goodput: G}}), dispatchEvent(new Event('resize'))"
-        found = "{share: 0.7, recent: 0.9, badput: {away: 0.2, died: 0.1}}"
+        patch = "diloco.model.patch({totals: {...diloco.model.totals, ...G}}), dispatchEvent(new Event('resize'))"
+        found = "{goodput: {since_start: 0.7, recent: 0.9}, badput: {away: 0.2, died: 0.1}}"
         await page.value(patch.replace("G", found))
         await page.until("document.getElementById('goodput-bar').children.length === 3")
         words = "document.getElementById('goodput-words').textContent"
@@ -436,7 +436,7 @@ async def test_the_bar_of_goodput_is_as_long_as_the_shares_and_says_them(page: T
         assert (away / kept, died / kept) == (pytest.approx(2 / 7, abs=0.02), pytest.approx(1 / 7, abs=0.02))
         colours = "[...document.getElementById('goodput-bar').children].map((o) => getComputedStyle(o).backgroundColor)"
         assert len(set(await page.value(colours))) == 3
-        await page.value(patch.replace("G", "null"))
+        await page.value(patch.replace("G", "{goodput: {since_start: null, recent: null}}"))
         await page.until("document.getElementById('goodput').hidden")
 
 

@@ -15,7 +15,6 @@ from diloco.launcher.display import (
     time_left,
 )
 from diloco.pipeline.units import count, duration
-from diloco.pipeline.view.goodput import cost
 
 
 def learner(name: str, **changes: Any) -> dict[str, Any]:
@@ -292,7 +291,7 @@ def test_goodput_and_what_it_costs_are_one_line_each():
     none = {"seconds": {}, "goodput": None, "badput": {}}
     assert goodput_words(GOODPUT | {"recent": none}) == line.replace(" (90.0% in the last 5:00)", "")
     assert goodput_words(GOODPUT | {"since_start": none}) == goodput_words(None) == "-"
-    spent = cost(GOODPUT, 360.0)
-    assert cost_words(spent) == "20.00, 13.33 per million merged tokens; badput 4.50, of which failures 4.50"
-    assert cost_words(cost(GOODPUT | {"merged_tokens": 0}, 0.36)) == "0.02; badput 0.0045, of which failures 0.0045"
-    assert cost_words(None) == "not known"
+    assert cost_words(GOODPUT, 360.0) == "20.00, 13.33 per million merged tokens; badput 4.50, of which failures 4.50"
+    unmerged = "0.02; badput 0.0045, of which failures 0.0045"
+    assert cost_words(GOODPUT | {"merged_tokens": 0}, 0.36) == unmerged
+    assert cost_words(None, 1.0) == "not known"

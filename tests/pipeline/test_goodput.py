@@ -139,13 +139,18 @@ def test_a_price_makes_the_same_shares_money() -> None:
     seconds = dict(zip(ACTIVITIES, (1.6 * 3600, 0.1 * 3600, 0.1 * 3600, 0.0, 0.2 * 3600), strict=True))
     division = divide(seconds, 600, {"overwritten": 100, "died": 100})
     found = cost({"since_start": division, "merged_tokens": 500_000}, 3.0)
+    assert found is not None
     assert found["total"] == pytest.approx(6.0)
     assert found["per_million_merged_tokens"] == pytest.approx(12.0)
     assert found["badput"] == pytest.approx(
         {"blocked": 0.3, "joining": 0.3, "rejoining": 0, "away": 0.6, "overwritten": 0.6, "died": 0.6}
     )
     assert found["failures"] == pytest.approx(1.2) == sum(found["badput"][cause] for cause in FAILURES)
-    assert cost({"since_start": division, "merged_tokens": 0}, 3.0)["per_million_merged_tokens"] is None
+    unmerged = cost({"since_start": division, "merged_tokens": 0}, 3.0)
+    assert unmerged is not None
+    assert unmerged["per_million_merged_tokens"] is None
+    unknown = divide(seconds, None, {})
+    assert cost(None, 3.0) is cost({"since_start": unknown, "merged_tokens": 0}, 3.0) is None
 
 
 def of_status(**state: Any) -> Goodput:
@@ -156,9 +161,7 @@ def of_status(**state: Any) -> Goodput:
     ]
     heads = [samples.head(p, merged_tokens=800, rejected_tokens=80) for p in range(2)]
     given = samples.spec(), samples.run_state(**state), reports, heads, None, [], NOW_S, LIVE_S
-    found = build_status("run", *given)["goodput"]
-    assert found is not None
-    return found
+    return build_status("run", *given)["goodput"]
 
 
 def test_the_status_has_it() -> None:
@@ -198,12 +201,11 @@ def test_a_finished_run_that_lost_nothing_and_nobody_has_no_badput() -> None:
     heads = [samples.head(p, merged_tokens=1000) for p in range(2)]
     given = samples.spec(), samples.run_state(phase=Phase.FINISHED), reports, heads, None, [], NOW_S, LIVE_S
     found = build_status("run", *given)["goodput"]
-    assert found is not None
     assert found["since_start"]["goodput"] == pytest.approx(1)
     assert set(found["since_start"]["badput"].values()) == {0.0}
 
 
 def test_reports_of_an_earlier_part_of_the_run_do_not_count() -> None:
     reports = [samples.seen("a", 900.0, part_unix_s=500.0, wall_s=100.0), samples.seen("b", 0.0, wall_s=100.0)]
-    found = goodput(reports, samples.run_state(), 0, 0, {}, None, NOW_S, NOW_S, LIVE_S)
+    found = goodput(reports, samples.run_state(), (0, 0, {}), None, (NOW_S, NOW_S, LIVE_S))
     assert found["learners"].keys() == {"b"}

@@ -47,10 +47,9 @@ class Reading:
         last = self.cosines | {c.learner: c.cosine for one in merges for c in one.contributions}
         there = [one["id"] for one in self.learners()]
         self.cosines = {name: cosine for name in there if (cosine := last.get(name)) is not None}
-        time = {} if poll.status["goodput"] is None else poll.status["goodput"]["learners"]
         self.time = {
-            name: {activity: max(s, self.time.get(name, {}).get(activity, 0.0)) for activity, s in one.items()}
-            for name, one in time.items()
+            name: {activity: max(s, self.time.get(name, one)[activity]) for activity, s in one.items()}
+            for name, one in poll.status["goodput"]["learners"].items()
         }
         running = poll.status["phase"] == Phase.RUNNING
         for one in poll.status["fragments"]:

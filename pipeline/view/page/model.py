@@ -14,7 +14,7 @@ from typing import Any
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.fragment import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.messages.run import REDIS_CHANGED, Evaluation, Event, Phase
-from diloco.pipeline.view.goodput import Goodput, Seconds
+from diloco.pipeline.view.goodput import Seconds
 from diloco.pipeline.view.loss_curves import LossCurve
 from diloco.pipeline.view.page import past
 from diloco.pipeline.view.page.join_command import RedisRoute
@@ -242,7 +242,7 @@ class PageModel:
         heads = {one["id"]: one["version"] for one in status["fragments"]}
         members = {name for one in status["fragments"] for name in one["window"]["members"]}
         rows: Model = {}
-        time = {} if status["goodput"] is None else status["goodput"]["learners"]
+        time = status["goodput"]["learners"]
         for learner in present(status["learners"]):
             name = learner["id"]
             if not self._shown.learner(name):
@@ -453,17 +453,6 @@ def _of_server(info: BusInfo | None) -> dict[str, float | None]:
     return {"redis": info.used_bytes, "received": info.received_bytes, "sent": info.sent_bytes}
 
 
-def _goodput(found: Goodput | None) -> Model | None:
-    if found is None or (share := found["since_start"]["goodput"]) is None:
-        return None
-    recent = found["recent"]["goodput"]
-    return {
-        "share": round(share, 3),
-        "recent": None if recent is None else round(recent, 3),
-        "badput": _notable(found["since_start"]["badput"]),
-    }
-
-
 def _totals(status: Status, info: BusInfo | None) -> Model:
     names = ("phase", "reason", "tokens", "budget_tokens", "progress", "merged_tokens", "merged_share", "outer_steps")
     more = ("own_loop", "tokens_lost", "refused", "evaluation", "outer_step")
@@ -472,7 +461,8 @@ def _totals(status: Status, info: BusInfo | None) -> Model:
         server = {"used": info.used_bytes, "most": info.maxmemory_bytes, "version": info.version}
     return {
         **{name: status[name] for name in (*names, *more)},  # type: ignore[literal-required]  # keys of `Status`
-        "goodput": _goodput(status["goodput"]),
+        "goodput": {name: status["goodput"][name]["goodput"] for name in ("since_start", "recent")},
+        "badput": _notable(status["goodput"]["since_start"]["badput"]),
         "elapsed_s": round(status["elapsed_s"], 1),
         "learners": len(present(status["learners"])),
         "fragments": len(status["fragments"]),

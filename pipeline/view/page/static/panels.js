@@ -65,12 +65,11 @@ function facts(model) {
 
 /** The bar of what the learners' time went into. @param {Model} model */
 export function goodput(model) {
-  const found = model.totals?.goodput;
-  element("goodput").hidden = !found;
-  if (!found) return;
-  put("goodput-words", `Goodput ${percent(found.share)} of the learners' time`
-    + (found.recent == null ? "" : `, lately ${percent(found.recent)}`));
-  const spent = /** @type {[string, number][]} */ ([["kept", found.share], ...Object.entries(found.badput)]);
+  const { since_start: share, recent } = model.totals?.goodput ?? {};
+  element("goodput").hidden = share == null;
+  if (share == null) return;
+  put("goodput-words", `Goodput ${percent(share)} of the learners' time${recent == null ? "" : `, lately ${percent(recent)}`}`);
+  const spent = /** @type {[string, number][]} */ ([["kept", share], ...Object.entries(model.totals.badput)]);
   list(element("goodput-legend"), spent.map(([name, share]) => spentWords(name, share)));
   const bar = element("goodput-bar");
   if (bar.children.length !== spent.length) bar.replaceChildren(...spent.map(() => made("span", "")));
