@@ -276,7 +276,7 @@ FIGURES = (
     ),
     Figure(
         "diloco_fragment_rho",
-        "Cosine of its last merged delta with the one before (sampled): below 0 an outer step went too far",
+        "Cosine of its last merged delta with the one before (sampled); absent for one merge after a change of syncer",
         _of_merges(lambda merge: merge.rho),
         FRAGMENT,
     ),

@@ -1,9 +1,9 @@
 """What outer steps look like in runs that go well or badly: the table of docs/explanation/outer-step.md.
 
     python -m tests.outer_steps              every row, about half a minute of one core each, the long ones a minute
-    python -m tests.outer_steps "rate 4"     only this one
+    python -m tests.outer_steps "H = 6"      only this one
 
-Four learners train the lab's smallest model in virtual time. Each row is the medians over the second half of the merges
+Four learners train the lab's smallest model in virtual time. A row has the medians over the second half of the merges
 that take a full outer step, of all fragments.
 """
 
@@ -74,8 +74,9 @@ ROWS: dict[str, tuple[type[LabLearner], dict[str, Any]]] = {
     "outer rate 1.4": (LabLearner, {"outer_lr": 1.4}),
     "outer rate 2.8": (LabLearner, {"outer_lr": 2.8}),
     "outer rate 5.6": (LabLearner, {"outer_lr": 5.6}),
-    "nesterov": (LabLearner, {"outer": "nesterov"}),
-    "nesterov, outer rate 2.8": (LabLearner, {"outer": "nesterov", "outer_lr": 2.8}),
+    "nesterov 1.0/0.5": (LabLearner, {"outer": "nesterov", "outer_momentum": 0.5}),
+    "nesterov 1.0/0.7": (LabLearner, {"outer": "nesterov"}),
+    "nesterov 2.8/0.7": (LabLearner, {"outer": "nesterov", "outer_lr": 2.8}),
     "H = 6": (LabLearner, {"sync_interval": 6} | LONG),
     "H = 24": (LabLearner, {"sync_interval": 24} | LONG),
     "H = 96": (LabLearner, {"sync_interval": 96} | LONG),
@@ -100,38 +101,28 @@ def late(run: LabRun, merges: Sequence[Committed]) -> list[Committed]:
     return full[len(full) // 2 :]
 
 
-def row(name: str) -> str:
-    """One row of the table."""
+def figures(name: str) -> dict[str, float]:
+    """The figures of one row, by the heads of their columns."""
     loss, run, merges = measure(*ROWS[name])
     found = late(run, merges)
-    rho = median(one.rho for one in found if one.rho is not None)
-    rate = median(one.outer_rate for one in found if one.outer_rate is not None)
     parts = [part for one in found for part in one.contributions]
 
     def of(odd: bool, value: Callable[[Contribution], float | None]) -> float:
         return median(told for part in parts if (part.learner == ODD) == odd and (told := value(part)) is not None)
 
-    cosines = (of(odd, lambda part: part.cosine) for odd in (True, False))
-    norms = (of(odd, lambda part: part.norm) for odd in (True, False))
-    return " | ".join(
-        [name, f"{loss:.3f}", f"{rho:.2f}", f"{rate:.2f}"]
-        + [f"{one:.2f}" for one in (*cosines, *norms, median(one.norm for one in found))]
-    )
+    return {
+        "loss": loss,
+        "rho": median(one.rho for one in found if one.rho is not None),
+        "rate": median(one.outer_rate for one in found if one.outer_rate is not None),
+        f"cosine of {ODD}": of(True, lambda part: part.cosine),
+        "of the others": of(False, lambda part: part.cosine),
+        f"norm of {ODD}": of(True, lambda part: part.norm),
+        "norm of the others": of(False, lambda part: part.norm),
+        "merged norm": median(one.norm for one in found),
+    }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    heads = (
-        "run",
-        "loss",
-        "rho",
-        "rate",
-        f"cosine of {ODD}",
-        "of others",
-        f"norm of {ODD}",
-        "of others",
-        "merged norm",
-    )
-    print(" | ".join(heads))
     for chosen in sys.argv[1:] or ROWS:
-        print(row(chosen), flush=True)
+        print(chosen, *(f"{head} {value:.3g}" for head, value in figures(chosen).items()), sep=" | ", flush=True)
