@@ -49,7 +49,7 @@ from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.rank_learner import RankThread
 from diloco.workers.ranks.shutdown import RankStopping
-from diloco.workers.ranks.topology import data_place, ranks_of, rendezvous
+from diloco.workers.ranks.topology import ranks_of, rendezvous
 from diloco.workers.rounds import Rounds
 from diloco.workers.spec_proposal import fitting
 from diloco.workers.stopping import Stopping
@@ -111,7 +111,8 @@ class Learner(BaseLearner):
             state: objects with `state_dict` and `load_state_dict`, by name, such as a `StatefulDataLoader`. Their
                 states are saved to `state_dir` with the moments, at the end of the same step. If the learner comes
                 back, they are loaded before `open` returns, so begin to iterate after that (not with `recover` "peer"
-                or "fresh"). Each rank keeps its own.
+                or "fresh"). Each rank keeps its own, except that ranks which
+                divide layers take those of the first of them.
             encode_on: where deltas are encoded and their bases and residuals are kept. "cpu": in host memory; "device":
                 on the model's device, at 4 bytes per parameter, or 8 to 16 if the codec quantizes; "auto": "device" if
                 that is CUDA.
@@ -154,11 +155,6 @@ class Learner(BaseLearner):
             raise UsageError(
                 "encode_on='device' cannot be used with several ranks, which gather deltas in host "
                 "memory: set encode_on='cpu'"
-            )
-        if self._ranks and given.state and data_place(model, 0, len(self._ranks)).groups < len(self._ranks):
-            raise UsageError(
-                "state= cannot be used with tensor parallelism, whose ranks must read the same batches, while each "
-                "saves by its own clock: read with learner.batches"
             )
         if given.sync is not None:
             proposed = self._proposed()
@@ -321,7 +317,8 @@ class Learner(BaseLearner):
         group = rendezvous(self._ranks, self.model, self._proposal, who, together(self._given))
         (self.id, self.incarnation), spec = group.learner, group.spec
         shares = Shares(layout_of(spec.tensors), group.held)
-        folder = partial(RankFolder, whole=shares.layout.trained, held=group.held, rank=group.rank)
+        ranks = {"held": group.held, "rank": group.rank, "of": group.place.first}
+        folder = partial(RankFolder, whole=shares.layout.trained, **ranks)
         training = self._training(spec, shares.local(group.rank), folder)
         training.ranks = len(group.held)
         return RankThread(*run, training, group, shares, self._stopping)

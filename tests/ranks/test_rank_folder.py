@@ -34,7 +34,7 @@ REPLICAS: list[Blocks] = [{"t": rows(0, 4)}, {"t": rows(0, 4)}]
 
 
 def folder(path: Path, held: list[Blocks], rank: int) -> RankFolder:
-    return RankFolder(path, local_layout(WHOLE, held[rank]), WHOLE, held, rank)
+    return RankFolder(path, local_layout(WHOLE, held[rank]), WHOLE, held, rank, rank)
 
 
 def save(path: Path, held: list[Blocks], rank: int, chance: bytes, steps: int = 7) -> None:
@@ -72,6 +72,17 @@ def test_each_rank_goes_on_with_its_own_random_state_and_data_position(tmp_path:
         assert found[0].objects == {"data": chance}
         start, stop, *_ = then[rank]["t"]
         assert list(found[1].flats[0]["momentum"]) == list(range(start, stop))
+
+
+def test_ranks_that_divide_layers_take_the_first_ones_random_state_and_position(tmp_path: Path) -> None:
+    """Each saves by its own clock, and they would train on different data."""
+    for rank, chance in enumerate((b"zero", b"one")):
+        save(tmp_path, HALVES, rank, chance)
+    for rank in range(2):
+        one = RankFolder(tmp_path, local_layout(WHOLE, HALVES[rank]), WHOLE, HALVES, rank, 0)
+        found = one.load(RUN, KIND)
+        assert found is not None
+        assert (found[0].torch_rng, found[0].objects) == (b"zero", {"data": b"zero"})
 
 
 def test_a_random_state_or_position_of_other_ranks_or_another_run_is_not_taken(tmp_path: Path) -> None:
@@ -140,7 +151,7 @@ def test_columns_come_back_as_rows(tmp_path: Path) -> None:
     grid: list[Blocks] = [{"t": Block(*rows, *columns)} for rows in ((0, 2), (2, 3)) for columns in ((0, 1), (1, 4))]
 
     def folder(held: list[Blocks], rank: int) -> RankFolder:
-        return RankFolder(tmp_path, local_layout(whole, held[rank]), whole, held, rank)
+        return RankFolder(tmp_path, local_layout(whole, held[rank]), whole, held, rank, rank)
 
     def part(held: list[Blocks], rank: int) -> list[float]:
         first, last, left, right = held[rank]["t"]

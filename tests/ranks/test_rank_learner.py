@@ -35,7 +35,7 @@ TENSOR = samples.tensor("t", (2,), rule="mean")
 class Alone:
     """Sums over one rank."""
 
-    rank, place = 0, DataPlace(0, 1, True)
+    rank, place = 0, DataPlace(0, 1, 0)
 
     def start_sum(self, numbers: Sequence[int]) -> Any:
         """It is there at once."""

@@ -9,10 +9,8 @@ import torch
 from structlog.testing import capture_logs
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers import learner
 from diloco.workers.learner import Learner
 from diloco.workers.moments import stateful
-from diloco.workers.ranks.step_agreement import DataPlace
 from tests.parties import wait_for
 from tests.workers.test_parameters import Net
 from tests.workers.test_recovery import Diary, Party
@@ -179,19 +177,3 @@ def test_a_schedule_continues_with_the_same_rates(tmp_path: Path) -> None:
 def test_states_need_a_folder() -> None:
     with pytest.raises(UsageError, match="state_dir"):
         Learner(Net(), redis_url="redis://127.0.0.1:1", state={"data": Reader()})
-
-
-def test_ranks_that_must_read_the_same_keep_no_positions_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank saves by its own clock: after a restart tensor parallel ranks would train on different batches."""
-    monkeypatch.setattr(learner, "ranks_of", lambda *_: (0, 1))
-    for groups in (1, 2):
-        monkeypatch.setattr(learner, "data_place", lambda *_, groups=groups: DataPlace(0, groups, True))
-        how: dict[str, Any] = {"redis_url": "redis://127.0.0.1:1", "state_dir": tmp_path}
-        Learner(Net(), **how)
-        if groups == 1:
-            with pytest.raises(UsageError, match=r"learner\.batches"):
-                Learner(Net(), state={"data": Reader()}, **how)
-        else:
-            Learner(Net(), state={"data": Reader()}, **how)

@@ -155,7 +155,7 @@ class Meeting:
     """`step_agreement.Collectives` of one rank."""
 
     def __init__(self, crew: Crew, rank: int) -> None:
-        self.rank, self.place, self._crew = rank, DataPlace(rank, crew.ranks, True), crew
+        self.rank, self.place, self._crew = rank, DataPlace(rank, crew.ranks, rank), crew
         self._aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sums: list[WorldSum] = []
 

@@ -47,12 +47,21 @@ Parts = dict[Path, SavedState]
 class RankFolder(StateFolder):
     """One rank's state folder."""
 
-    def __init__(self, path: Path, kept: Layout, whole: Layout, held: Sequence[Blocks], rank: int) -> None:
-        """path: the learner's folder. kept: what this rank saves. whole: all trained tensors. held: by rank."""
+    def __init__(self, path: Path, kept: Layout, whole: Layout, held: Sequence[Blocks], rank: int, of: int) -> None:
+        """Open a rank's folder.
+
+        Args:
+            path: the learner's folder.
+            kept: what this rank saves.
+            whole: all trained tensors.
+            held: by rank.
+            rank: this rank.
+            of: the rank whose random states and objects this rank takes: itself, unless they train on the same data.
+        """
         self._all, self._whole, self._held, self._rank = path, whole, held, rank
         first = held.index(held[rank])
         self._saves = first == rank
-        self._own = path / f"rank-{rank}-of-{len(held)}"
+        self._own, self._of = (path / f"rank-{one}-of-{len(held)}" for one in (rank, of))
         if len(held) == 1:
             super().__init__(path, kept)
         else:
@@ -64,7 +73,7 @@ class RankFolder(StateFolder):
     def of_one(cls, path: Path, kept: Layout, whole: Layout) -> "RankFolder":
         """Return the folder of a learner that is one process."""
         held = {slot.tensor.name: whole_block(slot.tensor) for _, slot in slots(whole)}
-        return cls(path, kept, whole, [held], 0)
+        return cls(path, kept, whole, [held], 0, 0)
 
     @override
     def look(self) -> None:
@@ -95,10 +104,10 @@ class RankFolder(StateFolder):
             found = super().load(identity, kind)
             if found is None:
                 return None
-            state = _with_fewest_steps(
-                found[0] if self._saves else self._with_own_random_state(found[0]), parts.values()
-            )
-            return state, found[1]
+            state, moments = found
+            if not self._saves or self._of != self._own:
+                state = self._with_own_random_state(state)
+            return _with_fewest_steps(state, parts.values()), moments
         if isinstance(self._layout, KeptLayout):
             raise StateRefused(
                 f"{self._all} was saved with a different set of ranks, and not all tensors keep the same moments"
@@ -167,17 +176,18 @@ class RankFolder(StateFolder):
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
 
     def _with_own_random_state(self, state: SavedState) -> SavedState:
-        """Replace the random states and objects by those that this rank, of as many, saved last.
+        """Replace the random states and objects by those that the rank `of`, of as many, saved last.
 
         If it saved none, random states are this process's, and there are no objects.
         """
-        # With another rank's random states or data position this rank would read that rank's data.
+        # With another group's random states or data position this rank would read that group's data. Ranks of one group
+        # must not differ, and each saves by its own clock: all take the first one's.
         here: dict[str, Any] = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
         here["objects"] = {}
         saved = list[SavedState]()
         for name in (STATE_FILE, RANDOM_FILE):
             with suppress(StateRefused):  # there is none, or a damaged one
-                saved.append(read_state(self._own / name))
+                saved.append(read_state(self._of / name))
         saved = [one for one in saved if one.identity.same(state.identity)]
         if saved:
             last = max(saved, key=lambda one: one.steps)

@@ -156,7 +156,8 @@ class JoinedRank:
         before, decided = self._settle(), self._decide()
         taken = {p: _Taken(request, self._own_snapshot(p)) for p, request in requests.ungranted(newest)}
         fragments, stop = len(self.training.layout.fragments), self._stopping.heard > 0
-        total = self._group.start_sum(encode(tokens * self.place.counts, stop, fragments, taken, decided))
+        counted = tokens if self.place.first == self._number else 0
+        total = self._group.start_sum(encode(counted, stop, fragments, taken, decided))
         self._step = step = _Step(self._steps, total, taken, self._adopted)
         self._adopted = []
         if taken:

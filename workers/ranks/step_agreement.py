@@ -61,8 +61,8 @@ class DataPlace(NamedTuple):
     """Number of the rank's group: the ranks of one group train on the same data, since they divide layers (tensor
     parallelism). Otherwise each rank is a group."""
     groups: int
-    counts: bool
-    """True on the one rank of its group whose tokens count."""
+    first: int
+    """The rank of the group whose tokens count, and with whose random states and data position all come back."""
 
 
 class Collectives(Protocol):

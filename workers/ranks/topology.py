@@ -275,16 +275,15 @@ def data_place(model: nn.Module, rank: int, ranks: int) -> DataPlace:
     """
     tensors: list[Any] = [one for one in trained_tensors(model).values() if hasattr(one, "device_mesh")]
     if not tensors:
-        return DataPlace(rank, ranks, True)
+        return DataPlace(rank, ranks, rank)
     mesh = max((one.device_mesh for one in tensors), key=lambda mesh: mesh.ndim)
     divided = [[_dim_of(placement) >= 0 for placement in one.placements] for one in tensors if one.device_mesh == mesh]
     first = min(one.index(True) for one in divided if any(one)) if any(map(any, divided)) else mesh.ndim
     data = first + 1 if _is_fully_sharded(model) else first
-    at, shape = mesh.get_coordinate(), tuple(mesh.mesh.shape)
-    number = 0
-    for coordinate, size in zip(at[:data], shape[:data], strict=True):
-        number = number * size + coordinate
-    return DataPlace(number, math.prod(shape[:data]), not any(at[data:]))
+    groups = mesh.mesh.reshape(math.prod(mesh.shape[:data]), -1)  # global ranks by group
+    number = int((groups == distributed.get_rank()).any(1).nonzero())
+    first = sorted(groups.flatten().tolist()).index(int(groups[number, 0]))
+    return DataPlace(number, len(groups), first)
 
 
 def _wait(work: Any, within: timedelta | None) -> None:
