@@ -53,6 +53,18 @@ async def test_what_is_gathered_is_the_payload_and_nothing_else_is_kept(codec: C
 
 
 @pytest.mark.parametrize("codec", DTYPES)
+async def test_columns_are_gathered_like_rows(codec: Codec) -> None:
+    """One column, and three, of a matrix of four."""
+    one, rows = _Gathering(ELEMENTS, codec), ELEMENTS // 4
+    one.begin(Base(0, 3, b"", BASE))
+    for piece in (Piece(0, 0, rows, 1, 4), Piece(1, 0, 3 * rows, 3, 4)):
+        await one.take(piece.cut(VALUES).copy(), [piece], offload)
+    due = np.empty(payload_bytes(ELEMENTS, codec), np.uint8)
+    encode_delta(BASE, VALUES.copy, codec, None, due)
+    assert one.values().tobytes() == due.tobytes()
+
+
+@pytest.mark.parametrize("codec", DTYPES)
 async def test_what_one_rank_has_alone_needs_no_more_room(codec: Codec) -> None:
     """The payload lies where its values did."""
     one, own, due = _Gathering(ELEMENTS, codec), VALUES.copy(), np.empty(payload_bytes(ELEMENTS, codec), np.uint8)

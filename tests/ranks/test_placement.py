@@ -132,7 +132,7 @@ def test_what_is_gathered_and_handed_out_is_the_fragment(rows, fragments, shards
     for rank in range(ranks):
         for p, fragment in enumerate(shares.local(rank).fragments):
             flat = 1000 * p + np.arange(layout.fragments[p].elements, dtype=np.float32)
-            wanted, here = [one.of(flat).ravel() for one in shares.pieces(rank, p)], []
+            wanted, here = [one.cut(flat) for one in shares.pieces(rank, p)], []
             for slot in fragment.slots:
                 (first, last, left, right), values = held[rank][slot.tensor.name], whole[slot.tensor.name]
                 shard = values.reshape(values.shape[0], -1)[first:last, left:right].ravel()

@@ -99,8 +99,7 @@ class _Gathering:
 
     def _encode(self, piece: Piece, values: Float32, out: npt.NDArray[Any]) -> None:
         assert self._against is not None  # noqa: S101  # pieces are encoded as they arrive
-        against = piece.of(self._against).reshape(-1)  # a copy if it is several runs
-        encode_delta(against, lambda: values, self.codec, None, out.view(np.uint8))
+        encode_delta(piece.cut(self._against), lambda: values, self.codec, None, out.view(np.uint8))
 
     def values(self) -> npt.NDArray[Any]:
         """Return `out`, once it is whole."""
@@ -258,7 +257,7 @@ class Transfers:
                 self._given(p, number, at_once, await member.offload(own_values, flat, pieces))
                 continue
             for group, taken in enumerate(self._shares.given(rank, p)):
-                vector = _joined([one.of(flat).reshape(-1) for one in taken])
+                vector = _joined([one.cut(flat) for one in taken])
                 await self._transport.ask(rank, "give", p, number, at_once, group, vector=vector)
         return True
 

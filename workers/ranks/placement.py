@@ -92,6 +92,11 @@ class Piece:
         span = flat[self.start : self.start + (runs - 1) * self.stride + self.run]  # checks the bounds
         return np.lib.stride_tricks.as_strided(span, (runs, self.run), (self.stride * flat.itemsize, flat.itemsize))
 
+    def cut(self, flat: npt.NDArray[T]) -> npt.NDArray[T]:
+        """Return the piece's elements (elements,) in a fragment's vector, a copy if they are several runs."""
+        # Reshaping alone would give a view of a single column.
+        return np.ascontiguousarray(self.of(flat)).reshape(-1)
+
     def runs(self) -> "Iterable[Piece]":
         """Return each run as a piece."""
         for number in range(self.elements // self.run):
