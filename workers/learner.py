@@ -317,8 +317,8 @@ class Learner(BaseLearner):
         group = rendezvous(self._ranks, self.model, self._proposal, who, together(self._given))
         (self.id, self.incarnation), spec = group.learner, group.spec
         shares = Shares(layout_of(spec.tensors), group.held)
-        ranks = {"held": group.held, "rank": group.rank, "of": group.place.first}
-        folder = partial(RankFolder, whole=shares.layout.trained, **ranks)
+        places = partial(RankFolder, held=group.held, rank=group.rank, of=group.place.first)
+        folder = partial(places, whole=shares.layout.trained)
         training = self._training(spec, shares.local(group.rank), folder)
         training.ranks = len(group.held)
         return RankThread(*run, training, group, shares, self._stopping)
