@@ -24,6 +24,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 install: $(VENV)/run.stamp  ## the environment alone, in .venv: to train, without what tests need
+	@echo "installed: $(BIN)/diloco --help"
 
 demo: $(VENV)/run.stamp  ## train 4 learners, kill one at 40 %, start it again at 60 %; results in runs/
 	$(BIN)/diloco demo --out runs/demo-$(STAMP)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from diloco.launcher.display import say
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, Place, ended_without_report, is_live, locate
 from diloco.launcher.page import MODEL_FILE, folder_of_page, redis_route, write_page
 from diloco.launcher.report import read_report, summary, summary_so_far
@@ -78,7 +79,7 @@ def command(settings: ViewSettings, folder: ReportFolder = None, html: Html = No
     if html is not None:
         typer.echo(write_page(model_of(folder), html))
     elif (folder / REPORT_FILE).is_file():
-        typer.echo(summary(read_report(folder / REPORT_FILE), price))
+        say(summary(read_report(folder / REPORT_FILE), price))
     else:
         why = ended_without_report(folder) if (folder / RUN_FILE).is_file() else f"{folder} has no {REPORT_FILE}"
         raise UsageError(why, "to create a page from its tape, pass --html FILE")
@@ -107,7 +108,7 @@ async def _poll(url: str, run: str, known: bool) -> tuple[Model, Status]:
 
 def _tell(model: Model, status: Status, place: Place, html: Path | None, price: float | None) -> None:
     if html is None:
-        typer.echo(summary_so_far(status, model["curves"].values(), price))
+        say(summary_so_far(status, model["curves"].values(), price))
         if place.page:
             typer.echo(f"page       {place.page}")
         return

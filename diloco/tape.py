@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from diloco.launcher.display import say
 from diloco.launcher.locate import is_live, locate
 from diloco.options import AsJson, ViewSettings, takes
 from diloco.pipeline.bus.ports import START, Bus
@@ -145,7 +146,8 @@ def as_text(record: TapeRecord, start_unix_s: float) -> str:
             return f"{head}merged to version {record.version}: {what}"
         case Rejected():
             what = f"a delta of {record.learner or 'unknown'} on version {record.base_version}"
-            return f"{head}rejected {what}: {record.reason}, {record.lost_tokens} tokens lost; {record.detail}"
+            lost = f"{record.lost_tokens} tokens of this fragment lost"
+            return f"{head}rejected {what}: {record.reason}, {lost}; {record.detail}"
         case Rewound():
             return f"{head}rewound from version {record.was_version} to {record.version}"
     return f"{head}window on version {record.version}, attempt {record.attempt}: {record.reason}"
@@ -202,7 +204,10 @@ def command(
         raise typer.Exit(check_replay(settings, recording, folder, json_lines))
     records = records_of(settings, folder)
     for record in records:
-        typer.echo(as_json(record) if json_lines else as_text(record, records[0].unix_s))
+        if json_lines:
+            typer.echo(as_json(record))
+        else:
+            say(as_text(record, records[0].unix_s))
 
 
 # --- replay ---------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def test_commands_of_the_documents_are_found() -> None:
 
 def misunderstood(line: str) -> str:
     """What is wrong with a documented call of `diloco`: command, flags, number of arguments; empty: nothing."""
-    line = re.split(r" (?:&|>|\||\.\.\.)(?: |$)|&$", line.split(" && ")[0])[0]
+    line = re.split(r" (?:&|>|>>|\||\.\.\.)(?: |$)|&$", line.split(" && ")[0])[0]
     given = shlex.split(line.replace("<", "_").replace(">", "_"))
     name = next((" ".join(given[:n]) for n in (2, 1) if " ".join(given[:n]) in COMMANDS), None)
     if name is None:

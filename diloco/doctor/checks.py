@@ -55,7 +55,7 @@ def threads(cores: int, processes: int, each: int, said: str) -> Finding:
     """Check that every torch thread here has a core. each: threads of one learner; said: where that number is from."""
     wanted, fit = processes * each, max(1, cores // processes)
     who = "a learner has" if processes == 1 else f"{processes} learners have"
-    found = f"{who} {wanted} torch threads on {cores} cores ({said})"
+    found = f"{who} {counted(wanted, 'torch thread')} on {counted(cores, 'core')} ({said})"
     if wanted <= cores:
         return ok("threads", found)
     fewer = f"with --threads {fit} (in your own loop: OMP_NUM_THREADS={fit})" if each > fit else ""
@@ -70,7 +70,7 @@ def threads(cores: int, processes: int, each: int, said: str) -> Finding:
 
 def blas(cores: int, each: int, fragments: int) -> Finding:
     """Check that merges at the same time use no more BLAS threads than cores. each: BLAS threads of one merge."""
-    found = f"a merge multiplies matrices with {each} threads on {cores} cores"
+    found = f"a merge multiplies matrices with {counted(each, 'thread')} on {counted(cores, 'core')}"
     if each > 1 and min(fragments, cores) * each > cores:
         fit = max(1, cores // fragments)
         why = f"{found}, and up to {fragments} merges run at a time: threads that wait for others keep cores busy"

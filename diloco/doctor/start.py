@@ -11,7 +11,7 @@ from diloco.doctor.facts import Folder
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.server import room
 from diloco.pipeline.files.address import is_address
-from diloco.pipeline.findings import Finding
+from diloco.pipeline.findings import Finding, warning
 from diloco.pipeline.party_memory import CHECKPOINT_BYTES
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.settings import Settings, SyncerSettings, SyncSettings
@@ -42,7 +42,11 @@ def wrong_for_syncer(settings: SyncerSettings) -> list[Finding]:
     """
     store = settings.checkpoint_dir is not None and is_address(settings.checkpoint_dir)
     names = ["tape_dir", "record_deltas"] if store else ["checkpoint_dir", "tape_dir", "record_deltas"]
-    return _wrong(map(checks.folder, look_at_folders(settings, names)))
+    found = _wrong(map(checks.folder, look_at_folders(settings, names)))
+    if settings.checkpoint_dir is None:
+        remedy = "pass --checkpoint-dir; without it the run ends with its Redis, and diloco export has nothing to read"
+        found.append(warning("checkpoints", "this syncer saves no checkpoints", remedy))
+    return found
 
 
 def wrong_for_run(

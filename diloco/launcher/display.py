@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import typer
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -25,7 +26,15 @@ from diloco.pipeline.pacing import OuterStep
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.goodput import cost
 from diloco.pipeline.view.merged_share import RECENT_S, MergedShare
-from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, TokensLost, present, speed
+from diloco.pipeline.view.status import (
+    EvaluationStatus,
+    FragmentStatus,
+    LearnerStatus,
+    Status,
+    TokensLost,
+    present,
+    speed,
+)
 
 PLAIN_EVERY_S = 10.0
 # Most learners, and most fragments, that are shown: more rows would not fit on a screen.
@@ -229,6 +238,18 @@ def _lost(gone: TokensLost) -> str:
     return ", ".join(f"{count(tokens)} {cause}" for cause, tokens in parts)
 
 
+def say(text: str) -> None:
+    """Print text; a terminal gets its lines broken between words."""
+    if sys.stdout.isatty():
+        Console(highlight=False, markup=False).print(text)
+    else:
+        typer.echo(text)
+
+
+def _measured(evaluation: EvaluationStatus) -> str:
+    return f"{_loss(evaluation['loss'])} at {count(evaluation['tokens'])} tokens"
+
+
 def _summary(status: Status) -> Columns:
     evaluation = status["evaluation"]
     facts = [
@@ -236,7 +257,7 @@ def _summary(status: Status) -> Columns:
         ("merged", f"{count(status['merged_tokens'])} tokens, {merged_share(status['merged_share'])}"),
         ("lost", _lost(status["tokens_lost"])),
         ("goodput", goodput_words(status["goodput"])),
-        ("global validation loss", _loss(evaluation["loss"]) if evaluation else "- (no evaluator yet)"),
+        ("global validation loss", _measured(evaluation) if evaluation else "- (no evaluator yet)"),
     ]
     if status["outer_step"] is not None:
         facts.append(("outer step", _outer_step(status["outer_step"])))
@@ -293,7 +314,7 @@ def plain_line(status: Status) -> str:
         trained(status),
         f"{counted(len(live), 'learner')} live at {count(speed(status['learners']))} tokens/s",
         f"loss {_loss(sum(losses) / len(losses) if losses else None)}",
-        f"global validation loss {_loss(evaluation['loss'] if evaluation else None)}",
+        f"global validation loss {_measured(evaluation) if evaluation else _loss(None)}",
         f"outer steps {status['outer_steps']}",
         f"merged {merged_share(status['merged_share'])}",
         *([f"refused {refusals(status['refused'])}"] if status["refused"] else []),

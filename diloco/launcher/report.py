@@ -351,11 +351,15 @@ def ledger_line(report: Report) -> str:
     return f"{report['tokens']} trained = " + " + ".join(shown)
 
 
-def _loss(loss: float | None, measured: bool, curves: Collection[LossCurve], nats: bool = True) -> list[str]:
-    """Return the lines about the global loss, in nats per token unless an own loop measured it, and the learners'."""
+def _loss(loss: float | None, at_tokens: int | None, curves: Collection[LossCurve], nats: bool = True) -> list[str]:
+    """Return the lines about the global loss, in nats per token unless an own loop measured it, and the learners'.
+
+    at_tokens: trained tokens when it was measured; None if it was not.
+    """
     line = "the global validation loss is not known, because no evaluator has measured it"
-    if measured:
-        line = f"global validation loss {'not a number' if loss is None else f'{loss:.4f}'}{' nats per token' * nats}"
+    if at_tokens is not None:
+        value = f"{'not a number' if loss is None else f'{loss:.4f}'}{' nats per token' * nats}"
+        line = f"global validation loss {value}, measured at {count(at_tokens)} tokens"
     return [line, *filter(None, [curve_line(curves)])]
 
 
@@ -385,7 +389,7 @@ def summary_so_far(status: Status, curves: Collection[LossCurve] = (), price: fl
     lines = [
         f"{status['phase']}{why}: run {status['run']!r}, {_learners(learners, died)}, {trained(status)} in "
         f"{duration(status['elapsed_s'])}, {counted(status['outer_steps'], 'outer step')}",
-        *_loss(evaluation and evaluation["loss"], evaluation is not None, curves, not status["own_loop"]),
+        *_loss(evaluation and evaluation["loss"], evaluation and evaluation["tokens"], curves, not status["own_loop"]),
         f"tokens: {ledger_line(account)}",
         f"merged share {merged_share(status['merged_share'])}",
         *_goodput_lines(status["goodput"], price),
@@ -417,7 +421,7 @@ def _goodput_lines(goodput: Mapping[str, Any] | None, price: float | None) -> li
 
 def summary(report: Report, price: float | None = None) -> str:
     """Return the summary of a report in a few lines; price: of an hour of one learner."""
-    loss = report["global_val_loss"]
+    loss, measured = report["global_val_loss"], report["evaluations"]
     blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
     died = sum(row["died"] for row in report["learners"])
     learners = _learners(report["learners"], died, report["settings"]["learners"])
@@ -425,7 +429,7 @@ def summary(report: Report, price: float | None = None) -> str:
         f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {learners}, "
         f"{count(report['tokens'])} tokens in {duration(report['elapsed_s'])}, "
         f"{counted(report['outer_steps'], 'outer step')}",
-        *_loss(loss, loss is not None or bool(report["evaluations"]), report.get("curves", ())),
+        *_loss(loss, measured[-1]["tokens"] if measured else None, report.get("curves", ())),
         f"tokens: {ledger_line(report)}",
         f"merged share {merged_share(report['merged_share'])}",
         *_goodput_lines(report.get("goodput"), price),

@@ -331,7 +331,9 @@ def build_status(
         warnings.insert(0, short)
     goes_on = state is None or state.phase is not Phase.FINISHED
     if goes_on and takes_writes and syncers is not None and not syncers and present:
-        warnings.append("the run has no syncer, so nothing is merged: start `diloco syncer` for this run")
+        warnings.append(
+            "the run has no syncer, so nothing is merged: start one again with its command, --checkpoint-dir included"
+        )
     strayed = trouble.stray_leases(syncers, holders) if goes_on else ""
     warnings += [strayed] if strayed else []
     if state is not None and state.set_aside and goes_on:
@@ -345,7 +347,7 @@ def build_status(
         why = "their last deltas were refused, late or missing"
         warnings.append(f"merges do not wait for {', '.join(suspected)}, because {why}")
     outer = None
-    if spec is not None and (state is None or state.phase is Phase.RUNNING):
+    if spec is not None and (state is None or state.phase is Phase.RUNNING) and (syncers is None or syncers):
         paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]
         steps = [seen.report.step_s for seen in here]
         slow, outer = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_budget(spec.sync, paces, steps)

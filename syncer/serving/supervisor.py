@@ -216,7 +216,7 @@ class Serving:
         while not self.closing.done():
             await self._refresh()
             slow = None if self._watch.draining else self._slow_merges(warnings.slow_from)
-            long = long_rounds(self.context.sync.sync_interval, self._rounds())
+            long = long_rounds(self.context.sync.sync_interval, self._rounds()) if self._watch.live() else None
             warnings.log_new(self._watch.quorum_warning, slow, long)
             presence.log_changes(self._watch.live(), self._watch.reports)
             await asyncio.sleep(TIMES.watch_s)

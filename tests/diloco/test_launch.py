@@ -521,7 +521,7 @@ def test_status_says_how_a_dead_learner_is_started_again(own, trainer, said):
         spec = samples.spec().model_copy(update={"trainer": trainer})
         found = build_status("my-run", spec, state, seen, heads, None, [], 2000.0)
         place = Place("my-run", "redis://:secret@h:1", None, own=own)
-        last = str(list(_RunInfo(place, found).as_text())[-1])
+        last = str(list(_RunInfo(place, found).as_text(None))[-1])
         assert (said in last and last.startswith("restart    ")) if missed else "restart" not in last
         assert "secret" not in last
 

@@ -311,7 +311,7 @@ def test_the_loss_of_an_own_loop_has_no_unit():
     trained = own.model_copy(update={"trainer": own.trainer | {"data_fingerprint": "x"}})
     said = [summary_so_far(build_status("r", spec, samples.run_state(), *given, 1100.0)) for spec in (own, trained)]
     lines = [next(line for line in one.splitlines() if "validation loss" in line) for one in said]
-    assert lines == ["global validation loss 1.5000", "global validation loss 1.5000 nats per token"]
+    assert lines == [f"global validation loss 1.5000{unit}, measured at 900 tokens" for unit in ("", " nats per token")]
 
 
 def test_tokens_at_a_moment_are_interpolated():
@@ -411,7 +411,7 @@ def test_tape_records_read_as_text_and_as_json():
     assert "attempt 0: opened" in texts[0]
     assert "merged to version 1: a 10 tokens in 4 steps" in texts[1]
     assert "rejected a delta of b" in texts[2]
-    assert "too_stale, 5 tokens lost" in texts[2]
+    assert "too_stale, 5 tokens of this fragment lost" in texts[2]
     assert "rewound from version 1 to 0" in texts[3]
     assert json.loads(as_json(RECORDS[1]))["digest"] == "00" * 16
 

@@ -13,6 +13,7 @@ from diloco.pipeline.view.status import Status, build_status
 from tests import samples
 
 NOW_S = 1100.0
+SYNCER = "diloco syncer --run my-run --checkpoint-dir FOLDER"
 BUILT_IN = {"model": "tiny", "data_fingerprint": "0123"}
 """Of the spec of a run of the built-in trainer."""
 
@@ -97,7 +98,7 @@ def test_learners_that_wait_for_a_syncer() -> None:
     found = build_status("my-run", samples.spec(), None, [seen], [None, None], None, [], NOW_S, 5.0, {})
     said = verdict(found, RunFacts())
     assert said["text"] == "1 learner is waiting for a syncer: nothing can be merged without one."
-    assert asked(said) == ("Start one:", "diloco syncer --run my-run")
+    assert asked(said) == ("Start one (FOLDER has the run's checkpoints):", SYNCER)
     begins = build_status("my-run", samples.spec(), None, [seen], [None, None], None, [], NOW_S, 5.0, {"0": "s"})
     assert (
         verdict(begins, RunFacts())["text"]
@@ -114,13 +115,13 @@ def test_heads_that_redis_has_lost() -> None:
 def test_no_syncer() -> None:
     said = verdict(status(TWO, syncers=()), RunFacts())
     assert said["text"] == "Nothing is merged, since the run has no syncer; 2 learners are training."
-    assert asked(said) == ("Start one:", "diloco syncer --run my-run")
+    assert asked(said) == ("Start one (FOLDER has the run's checkpoints):", SYNCER)
 
 
 def test_a_run_that_nobody_is_at_work_on() -> None:
     said = verdict(status((), syncers=()), RunFacts())
     assert said["text"] == "The run is idle: it has neither a syncer nor a learner."
-    assert asked(said) == ("Start a syncer, then learners:", "diloco syncer --run my-run")
+    assert asked(said) == ("Start a syncer, then learners (FOLDER has the run's checkpoints):", SYNCER)
 
 
 def test_a_run_that_comes_to_its_end() -> None:
@@ -183,7 +184,7 @@ def test_learners_in_loops_of_the_user_s_own_are_programs_of_the_user_s_own() ->
     route = RedisRoute(own={"l0": LearnerLaunch(("--learner-id", "l0", "--threads", "3"))})
     said = verdict(status([samples.seen("l0", age_s=75.0)], spec=own), RunFacts(route=route))
     assert said["command"] == "diloco learner --run my-run --learner-id l0 --threads 3"
-    assert verdict(status(TWO, syncers=(), spec=own), RunFacts())["command"] == "diloco syncer --run my-run"
+    assert verdict(status(TWO, syncers=(), spec=own), RunFacts())["command"] == SYNCER
 
 
 def test_a_quorum_that_cannot_be_met() -> None:

@@ -93,6 +93,8 @@ class RedisRoute:
             words += ["--redis-url", shlex.quote(self.url)]
         if again:
             words.append(shlex.join(started.options))
+        if party == "syncer":
+            words += ["--checkpoint-dir", "FOLDER"]
         return into + " ".join(words)
 
     def from_where(self, again: str = "") -> str:

@@ -253,7 +253,8 @@ def _start(
 ) -> tuple[str, str]:
     """Return a remedy and the command for it; no command for learners that are the user's own programs."""
     program, command = facts.route.start(party, status["run"], again, status["own_loop"])
-    return f"{what}: {program}." if program else f"{what}{facts.route.from_where(again)}:", command
+    where = facts.route.from_where(again) + (" (FOLDER has the run's checkpoints)" if party == "syncer" else "")
+    return f"{what}: {program}." if program else f"{what}{where}:", command
 
 
 def _again(
