@@ -57,7 +57,7 @@ class Keeper:
         found.moments = None
         if (saved := found.saved) is not None:
             self.earlier_steps = saved.steps
-            unpack(self._own.options.state, saved.objects, self._own.options.state_dir)
+            unpack(self._own.options.state, saved.objects, self._own.options.state_dir, saved.steps)
             torch.set_rng_state(torch_rng(saved))
             random.setstate(saved.python_rng)
 

@@ -57,8 +57,8 @@ def pack(objects: Mapping[str, Stateful]) -> dict[str, bytes]:
     return states
 
 
-def unpack(objects: Mapping[str, Stateful], states: Mapping[str, bytes], folder: object) -> None:
-    """Load saved states into the objects; an object of a new name is left as it is, with a warning.
+def unpack(objects: Mapping[str, Stateful], states: Mapping[str, bytes], folder: object, steps: int) -> None:
+    """Load the states saved after `steps` steps; an object of a new name is left as it is, with a warning.
 
     Raises:
         UsageError: an object does not take its state.
@@ -76,6 +76,8 @@ def unpack(objects: Mapping[str, Stateful], states: Mapping[str, bytes], folder:
         if isinstance(one, LRScheduler):  # many compute the next rate from the current one, which is in the optimizer
             for group, rate in zip(one.optimizer.param_groups, one.get_last_lr(), strict=True):
                 group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
+    if restored := sorted(objects.keys() & states.keys()):
+        structlog.get_logger().info("state_restored", names=restored, folder=str(folder), steps=steps)
     if missing := sorted(objects.keys() - states.keys()):
         detail = "nothing was saved under these names: the objects start as they were passed"
         structlog.get_logger().warning("state_not_restored", names=missing, folder=str(folder), detail=detail)
