@@ -76,7 +76,7 @@ def test_a_rank_that_leaves_while_others_train_on_is_named_by_all(tmp_path: Path
         for name, gone, other in ("later", 1, 0), ("first", 0, 1):
             for rank in range(2):
                 told = "\n".join(party.said(f"{name}-{rank}", ""))
-                assert f"left their loops: rank {gone} after step 25; in " in told
+                assert f"left their loops: rank {gone} after step 25; within " in told
                 assert f"rank {other} after step 25" in told
         (told,) = party.said("error-0", "rank_gone")
         assert "rank 1 of this learner left its loop at step 26 by OSError('the data has ended')" in told
