@@ -63,7 +63,7 @@ RANK_MUTATIONS = [
         "a rank's tokens are not summed",
         JoinedRank,
         "stepped",
-        (("encode(tokens,", "encode(tokens * (self._number == 0),"),),
+        (("encode(counted,", "encode(tokens * (self._number == 0),"),),
     ),
     Mutation(
         "the last step's tokens are not in the header",
