@@ -51,7 +51,7 @@ RunFolder = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 Price = Annotated[
     float | None,
-    typer.Option(metavar="AMOUNT", min=0, help="Price of a learner's hour: show what run and failures cost"),
+    typer.Option(metavar="AMOUNT", min=0, max=1e9, help="Price of a learner's hour: show what run and failures cost"),
 ]
 
 

@@ -141,7 +141,8 @@ def as_text(record: TapeRecord, start_unix_s: float) -> str:
             )
             times = f"quorum {record.quorum_s:.2f} grace {record.grace_s:.2f} upload {record.upload_s:.2f} s"
             rate, rho = (f"{one:.2f}" if one is not None else "-" for one in (record.outer_rate, record.rho))
-            outer = f"delta {record.norm:.3g} step {record.step_norm:.3g} rate {rate} rho {rho}"
+            step = "-" if record.step_norm is None else f"{record.step_norm:.3g}"
+            outer = f"delta {record.norm:.3g} step {step} rate {rate} rho {rho}"
             what = f"{parts or record.reason}; {times}; {outer}; {record.reason}"
             return f"{head}merged to version {record.version}: {what}"
         case Rejected():

@@ -36,10 +36,10 @@ def begin_batches(
     order = DataOrder(length=whole_number("length", length), seed=whole_number("seed", seed, 0))
     size, accumulate = whole_number("batch_size", batch_size), whole_number("accumulate", accumulate)
     joined = now_joined()
-    place = joined.place[:2] if isinstance(joined, JoinedRank) else (0, 1)
+    place = joined.place[:2] if isinstance(joined, JoinedRank) else (0, 1)  # ranks that divide layers share one
     make = partial(Batches, order, size, accumulate, check=now_joined, place=place)
     asked = loader_arguments(order, size, accumulate)
-    if isinstance(joined, JoinedRank) and place[0]:
+    if isinstance(joined, JoinedRank) and joined.number:
         _check_first(joined)
         joined.shared.shards_wanted = order.length, 0
         heard = FollowingShards(joined.shard_broadcast, asked, now_joined)

@@ -406,7 +406,7 @@ def read_report(file: Path) -> Report:
     """
     report: Report = read_object(file)
     try:
-        summary(report)
+        summary(report, price=1.0)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(
             f"{file} is not a report of `diloco run`, or is damaged ({type(error).__name__}: {error})"

@@ -129,7 +129,7 @@ class Rounds:
             "merged_tokens": merged,
             "rejected_tokens": self._rejected[version],
             "norm": sum(one.norm**2 for one in merges) ** 0.5,
-            "step_norm": sum(one.step_norm**2 for one in merges) ** 0.5,
+            "step_norm": sum((one.step_norm or 0.0) ** 2 for one in merges) ** 0.5,
             "merge_s": sum(one.merge_s for one in merges) / len(merges),
         }
         if rhos := [one.rho for one in merges if one.rho is not None]:

@@ -192,16 +192,16 @@ class Committed(Message):
     """Sync interval in the head of the base version."""
     began_unix_s: UnixSeconds | None = None
     """For initial parameters and checkpoints only: when their run began, which distinguishes runs of the same name."""
-    step_norm: Measure = 0.0
-    """L2 norm of the outer step: values of this version minus those of the version before."""
+    step_norm: Measure | None = None
+    """L2 norm of the outer step: values of this version minus those of the version before; None without a merge."""
     rho: Annotated[float, Field(ge=-1, le=1)] | None = None
     """Cosine of the merged pseudogradient with that of the merge before, on a sample; None if this syncer did not make
     the merge before."""
 
     @property
     def outer_rate(self) -> float | None:
-        """Effective outer learning rate, `step_norm` / `norm`; None if the pseudogradient is zero."""
-        return self.step_norm / self.norm if self.norm else None
+        """Effective outer learning rate, `step_norm` / `norm`; None without a merge, or if that is zero."""
+        return self.step_norm / self.norm if self.norm and self.step_norm is not None else None
 
 
 # Fields of the record of a version without a merge: initial parameters, a checkpoint, or a restored head.

@@ -14,16 +14,18 @@ as much time as the run's mean token. So goodput + badput by cause = 1.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, TypedDict
 
-from diloco.pipeline.messages.run import RunState, SeenReport
+from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 from diloco.pipeline.view.merged_share import RECENT_S
 
 ACTIVITIES = ("training", "blocked", "joining", "rejoining", "away")
 # The causes of badput that a run without failures does not have.
 FAILURES = ("rejoining", "away", "died")
+# A learner that claims to have joined for longer, s, is counted with this.
+JOINING_S = 24 * 3600.0
 Seconds = dict[str, float]  # by activity
 
 
@@ -73,12 +75,19 @@ def time_of_learners(
     def spend(learner: str, activity: str, since_s: float, until_s: float, share: float = 1.0) -> None:
         found[learner][activity] += share * max(0.0, min(until_s, end_s) - max(since_s, begin_s))
 
+    def spend_away(learner: str, since_s: float, until_s: float) -> None:
+        spend(learner, "away", since_s, until_s)
+        for pause_s, resume_s in pauses:
+            spend(learner, "away", max(since_s, pause_s), min(until_s, resume_s), -1.0)
+
     lives = []
     for seen in reports:
         report, heard_s = seen.report, now_s - seen.age_s
         began_s = max(heard_s - report.wall_s, min(started_s, heard_s))
-        lives.append((began_s - report.joining_s, began_s, heard_s, report))
-    for joins_s, began_s, heard_s, report in sorted(lives, key=lambda life: life[:3]):
+        lives.append((began_s - min(report.joining_s, JOINING_S), began_s, heard_s, report))
+    lives.sort(key=lambda life: life[:3])
+    pauses = list(_pauses(lives))
+    for joins_s, began_s, heard_s, report in lives:
         learner = report.learner
         before = learner
         if learner not in found:
@@ -87,7 +96,8 @@ def time_of_learners(
             before = dead[0][1] if dead and dead[0][0] <= joins_s else learner
         died = before in silent
         if died:
-            spend(before, "away", silent.pop(before), joins_s)
+            gone_s = silent.pop(before)
+            spend_away(before, gone_s, joins_s)
         spend(learner, "rejoining" if died else "joining", joins_s, began_s)
         wall_s, blocked_s = report.wall_s, report.blocked_s
         if recent and report.earlier[0] < wall_s:
@@ -96,13 +106,28 @@ def time_of_learners(
         spend(learner, "training", began_s, heard_s, 1 - blocked)
         spend(learner, "blocked", began_s, heard_s, blocked)
         if not report.left:
+            if died and before == learner:  # two lives that begin at the same time, by rounding, may come in any order
+                heard_s = max(heard_s, gone_s)
             silent[learner] = heard_s
             if now_s - heard_s > live_s:
                 heappush(dead, (heard_s, learner))
     for learner, at_s in silent.items():
         if now_s - at_s > live_s:
-            spend(learner, "away", at_s, end_s)
+            spend_away(learner, at_s, end_s)
     return dict(found)
+
+
+def _pauses(lives: Iterable[tuple[float, float, float, LearnerReport]]) -> Iterator[tuple[float, float]]:
+    """Yield the times in which the last learner had left, as of a finished run that was extended later.
+
+    lives: when each began to join, began to train and was heard last, with its report; in order.
+    """
+    last_s, left = math.inf, False
+    for joins_s, _, heard_s, report in lives:
+        if left and joins_s > last_s:
+            yield last_s, joins_s
+        if heard_s >= last_s or last_s == math.inf:
+            last_s, left = heard_s, report.left
 
 
 def summed(learners: Mapping[str, Seconds]) -> Seconds:

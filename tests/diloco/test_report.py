@@ -425,7 +425,7 @@ def test_a_merge_on_the_tape_has_its_outer_step(tmp_path):
     assert found == merge
     assert "; delta 4 step 3 rate 0.75 rho -0.12; test" in as_text(found, 0.0)
     assert "a 400 tokens in 4 steps (1.00, cosine 0.25), b 400 tokens in 4 steps (1.00); " in as_text(found, 0.0)
-    assert "; delta 0 step 0 rate - rho -; test" in as_text(nothing, 0.0)
+    assert "; delta 0 step - rate - rho -; test" in as_text(nothing, 0.0)
     line = json.loads(as_json(found))
     assert [line[name] for name in ("norm", "step_norm", "rho")] == [4.0, 3.0, -0.125]
 

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.pipeline.messages.run import Phase, SeenReport
-from diloco.pipeline.view.goodput import ACTIVITIES, FAILURES, cost, divide, goodput, summed, time_of_learners
+from diloco.pipeline.view.goodput import (
+    ACTIVITIES,
+    FAILURES,
+    JOINING_S,
+    cost,
+    divide,
+    goodput,
+    summed,
+    time_of_learners,
+)
 from diloco.pipeline.view.status import Goodput, build_status
 from tests import samples
 
@@ -39,6 +48,17 @@ def test_nobody_pays_for_the_time_after_a_learner_left_in_order() -> None:
     left = life("a", 1000, 1500, left=True)
     assert time_of(left) == {"a": {"training": 500}}
     assert time_of(left, life("a", 1700, NOW_S, 1, joining_s=20.0)) == {"a": {"training": 800, "joining": 20}}
+
+
+def test_nobody_is_away_while_a_finished_run_waits_to_be_extended() -> None:
+    """All had left; a learner that died before is missing again once training goes on. If all died, the run is down."""
+    dead, last, again = life("a", 1000, 1100), life("c", 1000, 1200, left=True), life("c", 1900, NOW_S, 1)
+    assert time_of(dead, last, again) == {"a": {"training": 100, "away": 200}, "c": {"training": 300}}
+    assert time_of(dead, life("c", 1000, 1200), again)["a"] == {"training": 100, "away": 900}
+
+
+def test_a_learner_may_claim_a_day_of_joining_at_most() -> None:
+    assert time_of(life("a", 1000, NOW_S, joining_s=1e11)) == {"a": {"joining": JOINING_S, "training": 1000}}
 
 
 def test_a_learner_that_was_heard_lately_is_not_away() -> None:
@@ -108,7 +128,7 @@ def test_goodput_and_badput_add_up_to_the_whole_whatever_reports_claim(
         assert all(0 <= one <= 1 + 1e-9 for one in (found["goodput"], *found["badput"].values()))
 
 
-@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=6))
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 60), st.floats(0, 50)), min_size=1, max_size=6))
 def test_every_second_from_the_first_joining_to_now_has_one_activity(lives: list[tuple[float, float, float]]) -> None:
     """Of a learner that dies and comes back, each time."""
     at_s, reports = STARTED_S, []

@@ -1,5 +1,6 @@
 """What ranks find again in their learner's state folder."""
 
+import fcntl
 import itertools
 import random
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.workers.moments.saved_moments import Moments
-from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateRefused
+from diloco.workers.moments.state_folder import LOCK_FILE, RunIdentity, SavedState, StateRefused
 from diloco.workers.ranks.placement import Block, Blocks, local_layout
 from diloco.workers.ranks.rank_folder import RankFolder
 from tests import samples
@@ -72,6 +73,49 @@ def test_each_rank_goes_on_with_its_own_random_state_and_data_position(tmp_path:
         assert found[0].objects == {"data": chance}
         start, stop, *_ = then[rank]["t"]
         assert list(found[1].flats[0]["momentum"]) == list(range(start, stop))
+
+
+def test_what_ranks_of_other_blocks_hold_alike_comes_back_once_and_alike(tmp_path: Path) -> None:
+    """Undivided layers beside divided ones: each rank has saved its own copy, at its own step."""
+    whole = layout_of((samples.tensor("t", (4,), rule="mean"), samples.tensor("u", (3,), rule="mean")))
+    pair: list[Blocks] = [{"t": rows(0, 2), "u": rows(0, 3)}, {"t": rows(2, 4), "u": rows(0, 3)}]
+
+    def folder(held: list[Blocks], rank: int) -> RankFolder:
+        return RankFolder(tmp_path, local_layout(whole, held[rank]), whole, held, rank, 0)
+
+    for rank in range(2):
+        local = local_layout(whole, pair[rank])
+        values = np.full(local.elements, 10.0 * rank, np.float32)
+        given = {"identity": RUN, "learner": "l0", "layout": local.digest, "kind": KIND, "numbers": {}, "shard": None}
+        given |= {
+            "moments_file": "moments-7.safetensors",
+            "steps": 7 + rank,
+            "torch_rng": b"",
+            "python_rng": (3, (1,), None),
+        }
+        one = folder(pair, rank)
+        one.save(lambda: (SavedState(**given), Moments(KIND, ({"momentum": values},), {})))  # noqa: B023  # saved at once
+        one.close(60.0)
+    for then in (pair, [{"t": rows(0, 4), "u": rows(0, 3)}]):
+        for rank in range(len(then)):
+            found = folder(then, rank).load(RUN, KIND)
+            assert found is not None
+            here = dict(
+                zip((slot.name for slot in local_layout(whole, then[rank]).fragments[0].slots), "tu", strict=True)
+            )
+            flat = found[1].flats[0]["momentum"].tolist()
+            assert flat[-3:] == [0.0] * 3, here
+
+
+def test_a_folder_that_another_process_saves_to_is_not_read(tmp_path: Path) -> None:
+    """Its moments and its position in the data are another learner's."""
+    whole = [{"t": rows(0, 4)}]
+    save(tmp_path, whole, 0, b"any")
+    with (tmp_path / LOCK_FILE).open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StateRefused, match="another live learner saves to"):
+            folder(tmp_path, whole, 0).load(RUN, KIND)
+    assert folder(tmp_path, whole, 0).load(RUN, KIND) is not None
 
 
 def test_ranks_that_divide_layers_take_the_first_ones_random_state_and_position(tmp_path: Path) -> None:

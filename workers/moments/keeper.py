@@ -85,9 +85,7 @@ class Keeper:
             self._own.answer_copies(None)
             if not self._failed:
                 self._failed = True
-                detail = (
-                    "training continues; peers get no moments, and a restart uses those saved earlier, or fresh ones"
-                )
+                detail = "training continues, and a restart uses what was saved earlier, or begins with fresh moments"
                 structlog.get_logger().warning(
                     "moments_not_copied", learner=self._own.learner, error=str(error)[:500], detail=detail
                 )
@@ -116,6 +114,7 @@ class Keeper:
             if now >= self._next_save_s:
                 self._next_save_s = now + self._own.options.state_every_s
                 self._save(self._own.state.kind, copy, shared)
+                self._failed = False
 
     @property
     def saves(self) -> bool:

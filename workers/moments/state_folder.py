@@ -216,6 +216,20 @@ class StateFolder:
             structlog.get_logger().warning("state_set_aside", folder=str(aside), reason=reason)
         self._ours = True
 
+    def check_alone(self) -> None:
+        """Check that no other process saves there.
+
+        Raises:
+            StateRefused: one does: its moments and its data are not this learner's.
+        """
+        if (self.path / STATE_FILE).is_file():
+            try:
+                self._hold()
+            except OSError as error:
+                if isinstance(error.__cause__, BlockingIOError):
+                    raise StateRefused(str(error)) from error
+            self._let_go()
+
     def _append(self, lines: Callable[[], Sequence[str]]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         with FileIO(self.path / LOSSES_FILE, "ab") as file:

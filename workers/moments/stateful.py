@@ -78,6 +78,9 @@ def unpack(objects: Mapping[str, Stateful], states: Mapping[str, bytes], folder:
                 group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
     if restored := sorted(objects.keys() & states.keys()):
         structlog.get_logger().info("state_restored", names=restored, folder=str(folder), steps=steps)
+    if dropped := sorted(states.keys() - objects.keys()):
+        detail = "these were saved, but are not in state=: the next save drops them"
+        structlog.get_logger().warning("state_dropped", names=dropped, folder=str(folder), detail=detail)
     if missing := sorted(objects.keys() - states.keys()):
         detail = "nothing was saved under these names: the objects start as they were passed"
         structlog.get_logger().warning("state_not_restored", names=missing, folder=str(folder), detail=detail)

@@ -98,9 +98,11 @@ class RankFolder(StateFolder):
 
     def load(self, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments] | None:
         """Load what this rank holds now, whichever ranks saved it; None if nothing of this run is saved."""
+        if len(self._held) == 1:
+            self.check_alone()
         parts = self._newest(identity)
         same = self.path in parts and parts[self.path].partition == self._ranks.get("partition", "")
-        if not parts or same:
+        if not parts or (same and not self._shares_blocks()):
             found = super().load(identity, kind)
             if found is None:
                 return None
@@ -110,9 +112,21 @@ class RankFolder(StateFolder):
             return _with_fewest_steps(state, parts.values()), moments
         if isinstance(self._layout, KeptLayout):
             raise StateRefused(
-                f"{self._all} was saved with a different set of ranks, and not all tensors keep the same moments"
+                f"{self._all} was saved by other ranks, or by ranks that divide some layers only, and not all tensors "
+                "keep the same moments"
             )
         return self._gathered(parts, identity, kind)
+
+    def _shares_blocks(self) -> bool:
+        """Return whether ranks that save different files hold some tensors alike.
+
+        Each saves by its own clock, so their copies may be of different steps. If they came back with their own, they
+        would never be alike again.
+        """
+        files = {tuple(sorted(one.items())) for one in self._held}
+        names = {slot.tensor.name for _, slot in slots(self._whole)}
+        held = [(name, block) for one in files for name, block in one if name in names and block.elements]
+        return len(set(held)) < len(held)
 
     def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
         super()._compare(state, identity, kind)
@@ -144,9 +158,11 @@ class RankFolder(StateFolder):
         own = [{name: np.zeros(f.elements, np.float32) for name in kind.moments} for f in self._layout.fragments]
         places = list(slots(self._layout))
         numbers = {name: [0.0] * len(places) for name in kind.numbers}
-        missing = self._layout.elements
+        missing, taken = self._layout.elements, set[tuple[str, Block]]()
         for path, saved in parts.items():
             blocks = {slot.tensor.name: _block(saved, slot.tensor) for _, slot in slots(self._whole)}
+            new = blocks.items() - taken  # ranks that divide layers hold the undivided ones alike
+            taken |= new
             layout = local_layout(self._whole, blocks)
             if not (layout.elements and self._layout.elements):
                 continue  # a rank that holds nothing saved no moments
@@ -157,7 +173,8 @@ class RankFolder(StateFolder):
                 )
             saved_here: dict[str, list[tuple[int, int, Slot]]] = defaultdict(list)
             for there, (q, slot) in enumerate(slots(layout)):
-                saved_here[slot.tensor.name].append((there, q, slot))
+                if (slot.tensor.name, blocks[slot.tensor.name]) in new:
+                    saved_here[slot.tensor.name].append((there, q, slot))
             for at, (p, mine) in enumerate(places):
                 to = _block_in(self._held[self._rank][mine.tensor.name], mine)
                 for there, q, slot in saved_here[mine.tensor.name]:

@@ -76,7 +76,7 @@ class JoinedRank:
         """samples: copies rows that all ranks hold alike, for comparison; None if there are none."""
         self.training, self.thread, self.shared = training, thread, rank.shared
         self._rank, self._group, self._shares, self._stopping = rank, group, shares, stopping
-        self._number, self.place = group.rank, group.place
+        self.number, self.place = group.rank, group.place
         self._samples, self.shard_broadcast = samples, rank.shard_broadcast
         self.late = self.over = rank.late
         """`over` is True if the run was over in the last settled sum; the same on all ranks at the same step."""
@@ -118,7 +118,7 @@ class JoinedRank:
         for fragment in self._shares.layout.fragments:
             reader = self._shares.servers[fragment.id]
             whole = self._group.broadcast(reader, fragment.elements, partial(self._whole, read, fragment.id))
-            own.append(own_values(whole, self._shares.pieces(self._number, fragment.id)))
+            own.append(own_values(whole, self._shares.pieces(self.number, fragment.id)))
         return own
 
     @staticmethod
@@ -156,7 +156,7 @@ class JoinedRank:
         before, decided = self._settle(), self._decide()
         taken = {p: _Taken(request, self._own_snapshot(p)) for p, request in requests.ungranted(newest)}
         fragments, stop = len(self.training.layout.fragments), self._stopping.heard > 0
-        counted = tokens if self.place.first == self._number else 0
+        counted = tokens if self.place.first == self.number else 0
         total = self._group.start_sum(encode(counted, stop, fragments, taken, decided))
         self._step = step = _Step(self._steps, total, taken, self._adopted)
         self._adopted = []
@@ -216,7 +216,7 @@ class JoinedRank:
             self.thread.call(self._rank.carrier.adopted, p, number)
 
     def _own_snapshot(self, p: int) -> TakeSnapshot | None:
-        sent = self._shares.sent(self._number, p)
+        sent = self._shares.sent(self.number, p)
         return self.training.parameters.snapshot(p).numpy if sent else None
 
     def _count(self, step: _Step) -> StepSum:
@@ -265,7 +265,7 @@ class JoinedRank:
 
     def abort(self, error: BaseException) -> bool:
         """Tell the other ranks to stop, and why. Always True: a rank cannot leave alone, so `leave` is skipped."""
-        why = f"rank {self._number} of this learner left its loop at step {self._steps + 1} by {error!r:.300}"
+        why = f"rank {self.number} of this learner left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
             self.thread.result_of(self.thread.ask(self._rank.break_off(error, why)))
         return True

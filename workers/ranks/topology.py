@@ -270,17 +270,18 @@ def _block(tensor: Any) -> Block:
 def data_place(model: nn.Module, rank: int, ranks: int) -> DataPlace:
     """Return which data a rank trains on: ranks that divide layers between them (tensor parallelism) have the same.
 
-    In a mesh, the dimensions of the data come before those of tensor parallelism. `fully_shard` divides rows over the
-    first dimension that divides anything; without it, no dimension of the data divides parameters.
+    `fully_shard` wants the mesh's dimensions of the data before those of tensor parallelism, and divides rows over the
+    first dimension that divides anything. Without it, no dimension of the data divides parameters.
     """
     tensors: list[Any] = [one for one in trained_tensors(model).values() if hasattr(one, "device_mesh")]
     if not tensors:
         return DataPlace(rank, ranks, rank)
     mesh = max((one.device_mesh for one in tensors), key=lambda mesh: mesh.ndim)
-    divided = [[_dim_of(placement) >= 0 for placement in one.placements] for one in tensors if one.device_mesh == mesh]
-    first = min(one.index(True) for one in divided if any(one)) if any(map(any, divided)) else mesh.ndim
-    data = first + 1 if _is_fully_sharded(model) else first
-    groups = mesh.mesh.reshape(math.prod(mesh.shape[:data]), -1)  # global ranks by group
+    placements = [one.placements for one in tensors if one.device_mesh == mesh]
+    divided = [d for d in range(mesh.ndim) if any(_dim_of(one[d]) >= 0 for one in placements)]
+    data = [d for d in range(mesh.ndim) if d not in (divided[1:] if _is_fully_sharded(model) else divided)]
+    rest = [d for d in range(mesh.ndim) if d not in data]
+    groups = mesh.mesh.permute(data + rest).reshape(-1, math.prod(mesh.shape[d] for d in rest))  # global ranks
     number = int((groups == distributed.get_rank()).any(1).nonzero())
     first = sorted(groups.flatten().tolist()).index(int(groups[number, 0]))
     return DataPlace(number, len(groups), first)
