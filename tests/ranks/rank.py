@@ -145,7 +145,8 @@ elif kind in ("tp", "fsdp-tp"):
     plan: dict[str, Any] = {"narrow": ColwiseParallel(), "wide": RowwiseParallel()}
     if kind == "tp":  # torch's FSDP2 refuses rows that tensor parallelism divides unevenly
         plan["head"] = ColwiseParallel(output_layouts=Replicate())
-    plan["embedding"] = ColwiseParallel(output_layouts=Replicate())
+    else:
+        plan["embedding"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, mesh["tensor"], plan)
     if kind == "fsdp-tp":
         for part in model.children():

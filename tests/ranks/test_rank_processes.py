@@ -81,7 +81,8 @@ def test_learners_of_one_two_and_three_ranks_end_alike(tmp_path: Path, dtype: st
 def test_layers_divided_between_ranks_end_like_whole_ones(tmp_path: Path) -> None:
     """Plain, tensor parallelism of 2, and FSDP2 over it: all end with the run's model, bit for bit; tokens count once.
 
-    Columns of an embedding and of a matrix, rows of one, an uneven head, and a bias of 2 whose shards are of one row.
+    Columns of an embedding and of a matrix, rows of one, an uneven head, a bias of 2 whose shards are of one row, and
+    layers that stay whole.
     """
     with Party(tmp_path, sync_interval=8, fragments=4, tokens=40_000) as party:
         kinds = ("plain", "solo", 1), ("tp", "pair", 2), ("fsdp-tp", "quad", 4)
@@ -163,9 +164,9 @@ def test_all_ranks_load_the_same_versions_of_a_run_that_goes_on(tmp_path: Path) 
 
 
 def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
-    """FSDP2 of 3, one process, tensor parallelism of 2, DDP of 2, FSDP2 over it: each with those of the one before."""
+    """FSDP2 of 3, one process, FSDP2 over tensor parallelism, that alone, DDP: each with those of the one before."""
     with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
-        for life in lives(party, ("fsdp", 3), ("plain", 1), ("tp", 2), ("ddp", 2), ("fsdp-tp", 4)):
+        for life in lives(party, ("fsdp", 3), ("plain", 1), ("fsdp-tp", 4), ("tp", 2), ("ddp", 2)):
             assert len(party.said("them-0", "state_resharded")) == life, party.shown()
 
 

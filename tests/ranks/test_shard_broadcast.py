@@ -200,20 +200,24 @@ def test_who_would_divide_the_batches_once_more_is_refused() -> None:
 @pytest.mark.redis
 @pytest.mark.slow
 def test_ranks_and_one_process_read_one_queue(tmp_path: Path) -> None:
-    """DDP and FSDP2 of two ranks beside a plain learner: all indices as often, and what is left is on the queue."""
+    """DDP, FSDP2 and tensor parallelism of two ranks beside a plain learner: all indices as often, the rest is on the
+    queue. Ranks that divide layers read the same."""
     length = 203
     with Party(tmp_path, sync_interval=6, fragments=4, tokens=60_000) as party:
-        kinds = {"ddp": ("pair", 2), "fsdp": ("shard", 2), "plain": ("one", 1)}
+        kinds = {"ddp": ("pair", 2), "fsdp": ("shard", 2), "tp": ("half", 2), "plain": ("one", 1)}
         started = [
             process
             for kind, (name, ranks) in kinds.items()
             for process in party.learner(kind, name, ranks, TEST_BATCHES=str(length))
         ]
-        assert party.ended(*started) == [0] * 5, party.shown()
+        assert party.ended(*started) == [0] * 7, party.shown()
         rows = Counter[int]()
-        for name, ranks in kinds.values():
+        for kind, (name, ranks) in kinds.items():
             steps = [party.said(f"{name}-{rank}", "rows") for rank in range(ranks)]
             assert len({len(one) for one in steps}) == 1, party.shown()
+            if kind == "tp":
+                assert steps[0] == steps[1], party.shown()
+                steps = steps[:1]
             rows.update(int(row) for one in steps for line in one for row in line.split()[1:])
         left = on_queue(party.url, "ranks")
         assert rows.total() > 2 * length
