@@ -146,7 +146,7 @@ def test_a_learner_whose_program_names_neither_run_nor_learner_takes_those_of_it
         *(("state_dir", 3), ("sync", {"fragments": 2}), ("redis_url", 3)),
         *(("trainer", {"a": [1]}), ("trainer", {"a": float("nan")}), ("trainer", [1])),
         ("trainer", {str(i): i for i in range(65)}),
-        *(("state", [1]), ("state", {"data": object()}), ("state", {1: object()})),
+        *(("state", [1]), ("state", {"data": 3}), ("state", {1: 3})),
     ],
     ids=repr,
 )
