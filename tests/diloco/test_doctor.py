@@ -824,9 +824,10 @@ def test_a_syncer_says_once_at_its_start_what_is_wrong_with_its_machine(healthy:
     (tmp_path / "taken").write_text("")
     told = until_it_waits([*well[:2], "--tape-dir", str(tmp_path / "taken" / "tape")])
     wrong = [line for line in told if line["event"] == "machine_warning"]
-    assert [line["about"] for line in wrong] == ["disk of tape-dir"]
+    assert [line["about"] for line in wrong] == ["disk of tape-dir", "checkpoints"]
     assert "cannot be written" in wrong[0]["detail"]
     assert "--tape-dir" in wrong[0]["detail"]
+    assert "--checkpoint-dir" in wrong[1]["detail"]
     assert told[-1]["event"] != "machine_warning"
 
 

@@ -225,7 +225,8 @@ def test_a_user_of_another_run_is_told_who_it_is_in_which_run_and_what_makes_its
     assert "page_failed" not in done.stdout
     assert "http_listening" not in done.stdout
     assert "pw-" not in done.stdout
-    assert len(done.stdout.strip().splitlines()) == 1, done.stdout
+    said = [line for line in done.stdout.strip().splitlines() if "machine_warning" not in line]  # of no checkpoints
+    assert len(said) == 1, done.stdout
 
 
 @pytest.mark.redis

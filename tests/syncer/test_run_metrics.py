@@ -267,7 +267,7 @@ def test_the_outer_steps_of_the_last_merges_are_shown_by_fragment() -> None:
 
     assert told(samples.committed(fragment=0), samples.committed(fragment=1)) == [{}, {}, {}, {}]
     first = merge(0, norm=4.0, step_norm=3.0)
-    assert told(first, merge(1)) == [{"0": 4, "1": 0}, {"0": 3, "1": 0}, {"0": 0.75}, {}]
+    assert told(first, merge(1)) == [{"0": 4, "1": 0}, {"0": 3}, {"0": 0.75}, {}]
     second = merge(1, norm=2.0, step_norm=5.0, rho=-0.5)
     assert told(second) == [{"0": 4, "1": 2}, {"0": 3, "1": 5}, {"0": 0.75, "1": 2.5}, {"1": -0.5}]
 
