@@ -204,11 +204,11 @@ def command(
     if recording is not None:
         raise typer.Exit(check_replay(settings, recording, folder, json_lines))
     records = records_of(settings, folder)
-    for record in records:
-        if json_lines:
+    if json_lines:
+        for record in records:
             typer.echo(as_json(record))
-        else:
-            say(as_text(record, records[0].unix_s))
+    else:
+        say("\n".join(as_text(record, records[0].unix_s) for record in records))
 
 
 # --- replay ---------------------------------------------------------------------------------------------

@@ -111,8 +111,7 @@ class Learner(BaseLearner):
             state: objects with `state_dict` and `load_state_dict`, by name, such as a `StatefulDataLoader`. Their
                 states are saved to `state_dir` with the moments, at the end of the same step. If the learner comes
                 back, they are loaded before `open` returns, so begin to iterate after that (not with `recover` "peer"
-                or "fresh"). Each rank keeps its own, except that ranks which
-                divide layers take those of the first of them.
+                or "fresh"). Each rank keeps its own, but ranks that divide layers all take the first one's.
             encode_on: where deltas are encoded and their bases and residuals are kept. "cpu": in host memory; "device":
                 on the model's device, at 4 bytes per parameter, or 8 to 16 if the codec quantizes; "auto": "device" if
                 that is CUDA.
@@ -317,8 +316,9 @@ class Learner(BaseLearner):
         group = rendezvous(self._ranks, self.model, self._proposal, who, together(self._given))
         (self.id, self.incarnation), spec = group.learner, group.spec
         shares = Shares(layout_of(spec.tensors), group.held)
-        places = partial(RankFolder, held=group.held, rank=group.rank, of=group.place.first)
-        folder = partial(places, whole=shares.layout.trained)
+        folder = partial(
+            RankFolder, whole=shares.layout.trained, held=group.held, rank=group.rank, of=group.place.first
+        )
         training = self._training(spec, shares.local(group.rank), folder)
         training.ranks = len(group.held)
         return RankThread(*run, training, group, shares, self._stopping)

@@ -134,6 +134,12 @@ def placed_as(tensor: Any, here: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def fully_sharded(model: nn.Module) -> list[Any]:
+    """Return the modules on which `fully_shard` (FSDP2) was called."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody has imported it, no module can be an FSDPModule
+    return [one for one in model.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
+
+
 def resharding(model: nn.Module) -> Callable[[], None]:
     """Return a function that makes a model hold its shards again, as after an evaluation's forward pass.
 
@@ -141,8 +147,7 @@ def resharding(model: nn.Module) -> Callable[[], None]:
     place of its shards, and the next pass uses these, whatever the shards are by then. The function itself sends
     nothing, but the next forward pass has to gather again: so all ranks of a learner must call it after the same steps.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody has imported it, no module can be an FSDPModule
-    sharded = [one for one in model.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
+    sharded = fully_sharded(model)
 
     def reshard() -> None:
         for one in sharded:

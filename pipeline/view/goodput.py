@@ -122,11 +122,11 @@ def _pauses(lives: Iterable[tuple[float, float, float, LearnerReport]]) -> Itera
 
     lives: when each began to join, began to train and was heard last, with its report; in order.
     """
-    last_s, left = math.inf, False
+    last_s, left = -math.inf, False
     for joins_s, _, heard_s, report in lives:
         if left and joins_s > last_s:
             yield last_s, joins_s
-        if heard_s >= last_s or last_s == math.inf:
+        if heard_s >= last_s:
             last_s, left = heard_s, report.left
 
 

@@ -44,7 +44,7 @@ from diloco.pipeline.messages.wire import MAX_TENSORS, Message, Nonce, PartyId, 
 from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.encoding import Float32
-from diloco.workers.parameters import local_of, trained_tensors
+from diloco.workers.parameters import fully_sharded, local_of, trained_tensors
 from diloco.workers.ranks.placement import Block
 from diloco.workers.ranks.shutdown import wait_for_gloo_threads
 from diloco.workers.ranks.step_agreement import DataPlace
@@ -182,7 +182,7 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
     largest = max(meshes.values(), key=len, default=())
     for name, ranks in meshes.items():  # what tensor parallelism leaves alone may have a part of the mesh
         found = _same(found, largest if set(ranks) <= set(largest) else ranks, f"parameter {name}")
-    if _is_fully_sharded(model) and len(sharded) < len(trained):
+    if fully_sharded(model) and len(sharded) < len(trained):
         plain = next(name for name in trained if name not in sharded)
         raise UsageError(f"parameter {plain} is trained but, unlike others, not sharded: shard it, or freeze it")
     if not found and (size := _world_size()) > 1:
@@ -230,12 +230,6 @@ def _same(found: tuple[int, ...], ranks: tuple[int, ...], whose: str) -> tuple[i
     return found or ranks
 
 
-def _is_fully_sharded(model: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on a module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody has imported it, no module can be an FSDPModule
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
-
-
 def _check_placements(name: str, tensor: Any) -> None:
     """Refuse a DTensor of which the ranks do not hold blocks of rows and columns."""
     if any(one.is_partial() or _dim_of(one) > 1 for one in tensor.placements):
@@ -263,8 +257,8 @@ def _block(tensor: Any) -> Block:
             raise UsageError(f"a shard of shape {tuple(here.shape)} instead of {tuple(shape)}")
     if not math.prod(shape):
         return Block(0, 0, 0, 0)
-    rows, columns, rest = (*shape, 1, 1)[:2], (*offset, 0, 0)[:2], math.prod(shape[2:])
-    return Block(columns[0], columns[0] + rows[0], columns[1] * rest, (columns[1] + rows[1]) * rest)
+    (rows, columns), (first, left), rest = (*shape, 1, 1)[:2], (*offset, 0, 0)[:2], math.prod(shape[2:])
+    return Block(first, first + rows, left * rest, (left + columns) * rest)
 
 
 def data_place(model: nn.Module, rank: int, ranks: int) -> DataPlace:
@@ -279,8 +273,8 @@ def data_place(model: nn.Module, rank: int, ranks: int) -> DataPlace:
     mesh = max((one.device_mesh for one in tensors), key=lambda mesh: mesh.ndim)
     placements = [one.placements for one in tensors if one.device_mesh == mesh]
     divided = [d for d in range(mesh.ndim) if any(_dim_of(one[d]) >= 0 for one in placements)]
-    data = [d for d in range(mesh.ndim) if d not in (divided[1:] if _is_fully_sharded(model) else divided)]
-    rest = [d for d in range(mesh.ndim) if d not in data]
+    rest = divided[1:] if fully_sharded(model) else divided
+    data = [d for d in range(mesh.ndim) if d not in rest]
     groups = mesh.mesh.permute(data + rest).reshape(-1, math.prod(mesh.shape[d] for d in rest))  # global ranks
     number = int((groups == distributed.get_rank()).any(1).nonzero())
     first = sorted(groups.flatten().tolist()).index(int(groups[number, 0]))
