@@ -252,4 +252,6 @@ def _put(console: Console, found: _RunInfo, as_json: bool, price: float | None) 
         typer.echo(found.as_json(price))
         return
     for part in found.as_text(price):
-        console.print(part, soft_wrap=isinstance(part, Text))
+        # A terminal breaks a report's lines between words. A command or an address can be copied only if it is whole.
+        of_report = isinstance(part, Text) and "\n" in part.plain and console.is_terminal
+        console.print(part, soft_wrap=isinstance(part, Text) and not of_report)

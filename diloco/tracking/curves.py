@@ -71,10 +71,11 @@ class Losses:
     def see(self, poll: Poll) -> list[Point]:
         """Return the points that are new at a poll, at most one for each number of tokens.
 
-        Tokens between two polls are on a straight line; before the first one, on a line from the run's beginning.
+        Tokens between two polls are on a straight line; before the first one, on a line from where this part of the run
+        began.
         """
         end_s, tokens, over = poll.now_s, poll.status["tokens"], poll.status["phase"] == Phase.FINISHED
-        begin_s, before = self._at or (poll.began_s or end_s, 0)
+        begin_s, before = self._at or (poll.began_s or end_s, poll.began_tokens)
         found = []
         for curve in sorted(poll.curves.values(), key=lambda one: one["begin_s"]):
             learner = curve["learner"]

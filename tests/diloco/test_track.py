@@ -106,8 +106,11 @@ def test_what_is_so_now_is_written_once_there_are_more_tokens(tmp_path: Path) ->
 
 
 def test_a_learners_losses_are_written_from_its_first_step_whoever_comes(tmp_path: Path) -> None:
-    """Each bucket once it is full, at the tokens of its time; the last one when the run is over."""
-    kept = Kept()
+    """Each bucket once it is full, at the tokens of its time; the last one when the run is over.
+
+    The first poll of a run that has resumed another knows the tokens with which it began.
+    """
+    kept, began_tokens = Kept(), 0
 
     def look(now_s: float, tokens: int, *losses: float, phase: Phase = Phase.RUNNING, late_s: float = 0.0) -> Poll:
         curve = b64encode(np.array(losses, "<f4").tobytes()).decode()
@@ -116,7 +119,7 @@ def test_a_learners_losses_are_written_from_its_first_step_whoever_comes(tmp_pat
         found = poll([seen])
         status = found.status | {"phase": phase.value}
         curves = loss_curves([seen], now_s + 0.004, 1000.0)
-        return replace(found, now_s=now_s, status=status, began_s=1000.0, curves=curves)
+        return replace(found, now_s=now_s, status=status, began_s=1000.0, began_tokens=began_tokens, curves=curves)
 
     with writer(tmp_path, kept) as first:
         first.see(look(1025.0, 500, 5.0, 4.0, 3.9))
@@ -126,6 +129,10 @@ def test_a_learners_losses_are_written_from_its_first_step_whoever_comes(tmp_pat
         second.see(look(1045.0, 700, 5.0, 4.0, 3.5, 3.0, 2.9, phase=Phase.FINISHED))
         second.end()
     assert kept.of("loss/l0") == [(200, 5.0), (400, 4.0), (550, 3.5), (622, 3.0), (700, 2.9000)]
+    kept, began_tokens = Kept(), 400
+    with writer(tmp_path / "resumed", kept) as third:
+        third.see(look(1025.0, 500, 5.0, 4.0, 3.9))
+    assert kept.of("loss/l0") == [(440, 5.0), (480, 4.0)]
 
 
 def test_a_round_is_told_once_each_fragment_has_its_merge_by_whoever_comes(tmp_path: Path) -> None:

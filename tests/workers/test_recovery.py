@@ -1,8 +1,10 @@
 """Promises about a learner's own checkpoint, and about the order in which it looks for moments."""
 
 import asyncio
+import errno
 import json
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -436,6 +438,24 @@ def test_two_learners_that_live_never_save_to_one_folder(tmp_path: Path, capsys:
     finally:
         child.kill()
         child.join()
+
+
+def test_moments_that_no_state_names_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has room for the moments, but not for the state that names them, would fill with each save."""
+    left(tmp_path)
+    layout, saved, moments = wide(tmp_path, 10)
+
+    def full(path: Path, parts: Any) -> None:
+        if path.name == state_folder.STATE_FILE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, parts)
+
+    write = state_folder.replace
+    monkeypatch.setattr(state_folder, "replace", full)
+    folder = StateFolder(tmp_path, layout)
+    folder.save(lambda: (saved, moments))
+    folder.close(60.0)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [state_folder.LOCK_FILE, "set-aside-1"]
 
 
 def test_saving_makes_no_second_copy_of_the_moments(tmp_path: Path) -> None:

@@ -191,10 +191,16 @@ class StateFolder:
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
         # The order makes a crash harmless: first the new moments file, then state.json, which names it, then the
         # removal of old ones. state.json always names a complete file.
-        digest = hashlib.sha256()
-        replace(self.path / state.moments_file, digested(to_safetensors(arrays), digest.update))
+        file, digest = self.path / state.moments_file, hashlib.sha256()
+        new = not file.exists()
+        replace(file, digested(to_safetensors(arrays), digest.update))
         state = state.model_copy(update={"moments_sha256": digest.hexdigest(), **self._ranks})
-        replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
+        try:
+            replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
+        except OSError:
+            if new:  # nothing names it, and the disk may be full
+                file.unlink()
+            raise
         for old in self.path.glob("moments-*.safetensors"):
             if old.name != state.moments_file:
                 old.unlink()

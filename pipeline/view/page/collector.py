@@ -269,6 +269,7 @@ class RunReader:
             shares=self._shares,
             heads=[(head.fragment, head.version, head.digest) for head in heads if head is not None],
             began_s=None if state is None else state.started_unix_s,
+            began_tokens=0 if state is None else state.base_tokens,
             origin_s=None if state is None else state.began_unix_s,
             records=records,
             events=[one for _, one in events],

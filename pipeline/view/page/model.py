@@ -70,6 +70,8 @@ class Poll:
     """(fragment, version, digest)"""
     began_s: float | None = None
     """When the run's first learner began, from the run's state."""
+    began_tokens: int = 0
+    """Tokens trained before that, by the run that this one resumed."""
     origin_s: float | None = None
     """The same for the run that this one resumed, if any, whose sums it continues."""
     records: Sequence[TapeRecord] = ()

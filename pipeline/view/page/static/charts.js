@@ -15,7 +15,7 @@ export const FATES = [
   ["rejected", "cross", "rejected"],
   ["died", "back", "died"],
   ["pending", "dots", "pending"],
-  ["unsaid", "lines", "not merged, not told apart"],
+  ["unsaid", "lines", "not merged, cause not known"],
 ];
 const HEIGHT = 210;
 const LOSS_HEIGHT = 320;
