@@ -7,11 +7,11 @@ with the production code, and computes every merge again (`syncer.algorithm`) fr
 Invariants: no contribution merged twice; a version rises by exactly 1; no merge below the quorum, of a learner
 twice, of a delta that is stale by more than one or was not offered; weights >= 0, sum 1 and as the paper has them;
 the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
-window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
-refused is still on its stream; a delta is refused for a reason that holds, and called due when its interval is over;
-a learner's reported tokens cover its header's, and its reported pulls are as long as they were (`pulls`); only
-committed values are adopted; a shard leaves the queue when all of it was read (`shards`); at the end the ledger closes
-to the token-element.
+window opens for a due delta on the current base only, closes in time, and goes back to an earlier state with a later
+attempt only; what was offered and neither merged nor refused is still on its stream; a delta is refused for a reason
+that holds, and called due when its interval is over; a learner's reported tokens cover its header's, and its reported
+pulls are as long as they were (`pulls`); only committed values are adopted; a shard leaves the queue when all of it was
+read (`shards`); at the end the ledger closes to the token-element.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -357,6 +357,8 @@ class Oracle:
         self._tape += [record] if record is not None else []
         state = self.fragments[p]
         self._check_close(p, self._windows.shown(link, p, window, state))
+        if again := self._windows.opened_again(link, p, window):
+            self.broken("a window goes back with a later attempt", f"fragment {p} version {state.version}: {again}")
         state.window_closed = window.state in CLOSED
         if link.sent_s <= self._rewound_s or self._ever_drained:
             return  # decided by what was lost while it was on its way: its owner reads anew

@@ -20,6 +20,7 @@ SETTLE_S = 2.0
 """The grace before an owner's first merge."""
 STEPS_S = 0.2
 """An owner acts on what it read within this, besides the time of its calls; a second try included."""
+STATES = {name: n for n, name in enumerate(("idle", "collecting", "grace", "uploading", "merging"))}
 CLOSED = ("uploading", "merging")
 """What a window's owner says of one that gathers no more."""
 CALLS = 12
@@ -54,6 +55,8 @@ class Windows:
         """Owners that have closed a fragment's window; of two that believe that they own it, each has its own."""
         self._attempts: dict[tuple[Link, int], int] = {}
         """The attempt with which an owner last opened a window again."""
+        self._shown: dict[tuple[Link, int], WindowView] = {}
+        """What an owner last said of its window at this version."""
         self._began: dict[tuple[Link, int], float] = {}
         self._merged: dict[tuple[Link, int], bool] = {}
         """Owners that merged the fragment -> whether they are known to know of it."""
@@ -93,6 +96,7 @@ class Windows:
         """A merge was committed: a new window."""
         self._quorum_at[p] = self._all_at[p] = None
         self._closed = {(owner, of) for owner, of in self._closed if of != p}
+        self._shown = {(owner, of): window for (owner, of), window in self._shown.items() if of != p}
         self._attempts = {(owner, of): attempt for (owner, of), attempt in self._attempts.items() if of != p}
         if not link.late:
             self._merged[link, p] = self._merged.get((link, p), False)
@@ -100,6 +104,7 @@ class Windows:
     def read(self, link: Link, p: int, found_closed: bool) -> None:
         """An owner reads a stream from its start: all over again. found_closed: its head says that of the window."""
         self._began[link, p] = self._now()
+        self._shown.pop((link, p), None)
         (self._closed.add if found_closed else self._closed.discard)((link, p))
         if not self._merged.get((link, p), True):
             del self._merged[link, p]  # it may not have heard of its merge
@@ -122,6 +127,20 @@ class Windows:
             self._closed.discard((link, p))
             self._began[link, p], self._attempts[link, p] = self._now(), window.attempt
         return None
+
+    def opened_again(self, link: Link, p: int, window: WindowView) -> str | None:
+        """A window's state was written; returns what was wrong if it has gone back to an earlier one.
+
+        A learner whose delta was refused publishes once more if it reads of a later attempt.
+        """
+        if link.late:
+            return None
+        before, self._shown[link, p] = self._shown.get((link, p)), window
+        if window.state == "idle" or before is None or window.attempt > before.attempt:
+            return None  # it is idle if its owner begins anew
+        if STATES[window.state] >= STATES[before.state]:
+            return None
+        return f"{before.state}, attempt {before.attempt}; then {window.state}, attempt {window.attempt}"
 
     def closed(self, link: Link, p: int) -> str | None:
         """A window gathers no more; returns what was wrong."""
