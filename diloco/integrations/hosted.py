@@ -19,7 +19,7 @@ import structlog
 
 from diloco.extras import naming_extra
 from diloco.pipeline.errors import DilocoError, UsageError
-from diloco.pipeline.process.interrupts import off_interrupt, on_interrupt
+from diloco.pipeline.process.interrupts import left_just_now, off_interrupt, on_interrupt
 
 with naming_extra("diloco.integrations", "learner"):
     from diloco.workers.background import OwnThread
@@ -122,10 +122,7 @@ class Hosted:
         Raises:
             DilocoError: raised by `Learner`, `open` or `attach`.
         """
-        off_interrupt(self.give_up)
-        if self.learner is not None:
-            with suppress(DilocoError, SystemExit):
-                self.learner.close(save_state=False)
+        self.give_up()
         wait_for_leaving()
         self.learner = Learner(model, list(optimizers), **self._arguments)
         given = tokens if self._step_tokens is None else self._step_tokens
@@ -181,13 +178,14 @@ class Hosted:
             DilocoError: raised by `close`.
         """
         if isinstance(threading.current_thread(), OwnThread):
+            off_interrupt(self.give_up)
             leaving = threading.Thread(target=self._leave_or_end, args=(self.present, longer))
             leaving.start()
             LEAVING.add(leaving)
             self.learner = None  # last: from now on another thread may begin, and it waits for LEAVING
         else:
             self.leave(longer)
-            on_interrupt(self.give_up)  # it may be Ctrl-C that has closed the iterator: then it leaves no traceback
+            left_just_now()  # it may be Ctrl-C that has closed the iterator: then it leaves no traceback
 
     @classmethod
     def _leave_or_end(cls, learner: Learner, longer: str) -> None:
@@ -208,13 +206,19 @@ class Hosted:
         structlog.get_logger().warning("trainer_ended_first", learner=learner.id, detail=detail)
         return False
 
-    def give_up(self, error: BaseException) -> None:
-        """Leave the run after an error, as at the end of a learner's `with` block; only this error is shown."""
+    def give_up(self, error: BaseException | None = None) -> None:
+        """Leave the run after an error, as at the end of a learner's `with` block; only this error is shown.
+
+        None: the error is not known. A SystemExit is how a trainer ends on a signal: the learner leaves in order.
+        """
         learner, self.learner = self.learner, None
+        off_interrupt(self.give_up)
         if learner is not None:
-            off_interrupt(self.give_up)
             with suppress(DilocoError, SystemExit):
-                learner.__exit__(type(error), error, error.__traceback__)
+                if error is None or isinstance(error, SystemExit):
+                    learner.close(save_state=error is not None)
+                else:
+                    learner.__exit__(type(error), error, error.__traceback__)
 
 
 class Host:

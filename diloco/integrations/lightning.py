@@ -14,9 +14,11 @@ from typing import Any
 
 from diloco.extras import naming_extra
 from diloco.integrations.hosted import HostedCallback, tokens_of
+from diloco.pipeline.process.signals import AGAIN_STATUS
 
 with naming_extra("diloco.integrations.lightning", "lightning"):
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
@@ -87,5 +89,10 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
         self._hosted.end(f"raise max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the run; save the learner's state only if the process was asked to end, by a signal or Ctrl-C."""
+        """Leave the run; save the learner's state only if the process was asked to end, by a signal or Ctrl-C.
+
+        After SIGTERM, Lightning ends the program by this exception: with a status that has it restarted.
+        """
+        if isinstance(exception, SIGTERMException):
+            exception.code = AGAIN_STATUS
         self._hosted.give_up(exception)

@@ -6,9 +6,11 @@ make a library conclude that an optional part of it is missing.
 `sys.excepthook` shows how a learner's own program ends: by Ctrl-C without a traceback, or by a refusal in one line.
 """
 
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
@@ -20,7 +22,9 @@ Leave = Callable[[BaseException], object]
 _leaving: list[Leave] = []
 # The hook for uncaught errors that was there before this module's, once that is installed.
 _before: list[Callable[..., object]] = []
-_NOTE = "this program is not in its run"
+# Time of the last `left_just_now`, and how long an uncaught Ctrl-C may take from there to the hook.
+_left_s = [-math.inf]
+JUST_S = 5.0
 # The exit status that shells report for a process ended by Ctrl-C (128 + SIGINT).
 INTERRUPTED_STATUS = 130
 
@@ -48,7 +52,7 @@ def without_traceback(error: BaseException) -> None:
     is printed, unless the program has a hook of its own, and the exit status is that of a command.
     """
     if isinstance(error, (KeyboardInterrupt, DilocoError)):
-        error.add_note(_NOTE)
+        error.__dict__["_without_traceback"] = True
         _install()
 
 
@@ -64,6 +68,12 @@ def off_interrupt(leave: Leave) -> None:
         _leaving.remove(leave)
 
 
+def left_just_now() -> None:
+    """Print no traceback if it is Ctrl-C that has ended a learner's loop: if it ends the program now, not later."""
+    _left_s[0] = time.monotonic()
+    _install()
+
+
 def _install() -> None:
     if _before:
         return
@@ -72,12 +82,12 @@ def _install() -> None:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    known = _NOTE in getattr(error, "__notes__", ())
+    known = "_without_traceback" in error.__dict__
     if isinstance(error, KeyboardInterrupt):
         leaving = [*_leaving]
         for leave in leaving:
             leave(error)
-        if leaving or known:
+        if leaving or known or time.monotonic() < _left_s[0] + JUST_S:
             return
     elif known and isinstance(error, DilocoError) and not (hasattr(sys, "ps1") or sys.flags.inspect):
         if _before[0] is sys.__excepthook__:

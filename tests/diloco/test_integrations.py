@@ -9,7 +9,8 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -257,6 +258,7 @@ from torch import nn
 from diloco import Learner, SyncSettings
 from diloco.integrations.hosted import Hosted
 from diloco.integrations.loops import RunLoader
+from diloco.pipeline.process import interrupts
 
 SYNC = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1)
 url, run, how = sys.argv[1:]
@@ -278,6 +280,11 @@ if how == "own loop":
         train(itertools.repeat(torch.ones(2, 4)), lambda: learner.step(2))
 elif how == "loader":
     train(RunLoader([torch.ones(2, 4)], model, optimizer, **given))
+elif how == "loop left":
+    for batch in RunLoader([torch.ones(2, 4)], model, optimizer, **given):
+        break
+    interrupts.JUST_S = 0.0  # or wait for as long
+    train(itertools.repeat(torch.ones(2, 4)))
 else:
     hosted = Hosted(2, given)
     with hosted.begin(model, [optimizer], lambda: 2):
@@ -288,12 +295,22 @@ else:
 """
 
 
+def test_a_training_that_does_not_begin_has_no_learner() -> None:
+    """Not even the one of the training before."""
+    hosted, closed = Hosted(1, {"run": "r"}), list[bool]()
+    hosted.learner = cast(Any, SimpleNamespace(close=lambda save_state: closed.append(save_state)))
+    with pytest.raises(UsageError, match="parameters"), hosted.begin(nn.Identity(), [], lambda: 1):
+        pass
+    assert (closed, hosted.learner) == ([False], None)
+
+
 @pytest.mark.redis
-def test_ctrl_c_after_a_training_has_its_traceback(redis_server: str) -> None:
+@pytest.mark.parametrize("how", ["training over", "loop left"])
+def test_ctrl_c_after_a_training_has_its_traceback(redis_server: str, how: str) -> None:
     """What the program does then is its own."""
     run = f"interrupted-{secrets.token_hex(4)}"
     with a_syncer(redis_server, run, tokens=10**6):
-        done = python("-c", INTERRUPTED, redis_server, run, "training over")
+        done = python("-c", INTERRUPTED, redis_server, run, how)
     assert done.returncode == -signal.SIGINT, done.stderr
     assert "Traceback" in done.stderr
 

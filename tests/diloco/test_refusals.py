@@ -107,6 +107,7 @@ def test_a_mistake_in_a_program_and_one_at_a_prompt_keep_their_tracebacks(more: 
     """The user looks for the line, and wants to stay at the prompt."""
     done = python("-c", RAISED.format(more=more))
     assert (done.returncode, "Traceback" in done.stderr) == (status, status == 1), done.stderr
+    assert done.stderr.endswith("Error: no\n" if status == 1 else "error: no\n"), "and nothing after the message"
 
 
 # --- names that nothing has -----------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Promises about learners in the trainers of transformers, TRL and Lightning, in this process."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from structlog.testing import capture_logs
 
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.view.status_reader import read_status
 from diloco.workers.exchange import carrier
@@ -294,6 +297,24 @@ def test_lightning_resumes_ends_with_the_run_and_leaves_on_an_error(redis_server
         assert [one["finished"] for one in log if one["event"] == "globals_loaded"] == [True]
         assert again.optimizers[0].param_groups[0]["lr"] < 2e-3
     assert scripts.loss_of(module.model) < scripts.loss_of(llama())
+
+
+def test_lightning_leaves_on_sigterm_with_its_state_and_a_status_that_has_it_restarted(
+    redis_server: str, tmp_path: Path
+) -> None:
+    from diloco.integrations.lightning import DilocoCallback
+
+    run, module = f"sigterm-{tmp_path.name}", lightning_module()
+    module.on_train_batch_end = lambda *_: os.kill(os.getpid(), signal.SIGTERM) if module.batches == 4 else None
+    with a_syncer(redis_server, run):
+        where = {"redis_url": redis_server, "sync": SYNC, "tokens": 1000 * STEP_TOKENS}
+        callback = DilocoCallback(run=run, learner_id="l0", state_dir=tmp_path / "state", **where)
+        with pytest.raises(SystemExit) as ended:
+            lightning_trainer(tmp_path, callback).fit(module, scripts.loader("lightning"))
+        assert ended.value.code == AGAIN_STATUS
+        assert [seen.report.left for seen in reports(redis_server, run)] == [True]
+    assert (tmp_path / "state" / "state.json").exists()
+    assert not threads()
 
 
 def test_lightnings_fast_dev_run_is_one_step_of_a_learner_that_leaves(redis_server: str, tmp_path: Path) -> None:
