@@ -130,9 +130,10 @@ class Rounds:
             "merged_tokens": merged,
             "rejected_tokens": self._rejected[version],
             "norm": sum(one.norm**2 for one in merges) ** 0.5,
-            "step_norm": sum((one.step_norm or 0.0) ** 2 for one in merges) ** 0.5,
             "merge_s": sum(one.merge_s for one in merges) / len(merges),
         }
+        if len(steps := [one.step_norm for one in merges if one.step_norm is not None]) == len(merges):
+            values["step_norm"] = sum(step**2 for step in steps) ** 0.5
         if rhos := [one.rho for one in merges if one.rho is not None]:
             values["rho"] = sum(rhos) / len(rhos)
         if self._told == version - 1 and at_s > self._told_s > 0:

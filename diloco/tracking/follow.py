@@ -73,7 +73,8 @@ class Notes:
             undo.pop_all()
         self.run, self.life = run, str(found.get("life") or secrets.token_hex(4))
         self._began_s: float | None = found.get("began_unix_s")
-        self._last: dict[str, list[float]] = dict(found.get("last", {}))
+        self._written: dict[str, list[float]] = found.get("last", {})
+        self._last = dict(self._written)
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -98,9 +99,13 @@ class Notes:
         self._last[kind] = max([last, *(_mark(kind, one) for one in new)])
         return new
 
+    def wrote(self) -> None:
+        """Note that all points that `new` has returned are written."""
+        self._written = dict(self._last)
+
     def save(self) -> None:
-        """Save the notes; the tracker must have stored all points that `new` returned."""
-        notes = {"run": self.run, "began_unix_s": self._began_s, "life": self.life, "last": self._last}
+        """Save the notes; the tracker must have stored all points that are noted as written."""
+        notes = {"run": self.run, "began_unix_s": self._began_s, "life": self.life, "last": self._written}
         replace(self._file, [dumps(notes).encode()])
 
 
@@ -140,6 +145,7 @@ class Writer:
     def _put(self, points: list[Point]) -> None:
         if points:
             self._tracker.put(points)
+            self._notes.wrote()
             if self._tracker.stored:
                 self._notes.save()
 

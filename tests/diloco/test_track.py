@@ -31,7 +31,7 @@ from diloco.pipeline.view.loss_curves import loss_curves
 from diloco.pipeline.view.page.collector import RunReader
 from diloco.pipeline.view.page.model import Poll
 from diloco.tracking.curves import Point
-from diloco.tracking.follow import Notes, Writer
+from diloco.tracking.follow import Notes, Writer, follow
 from diloco.tracking.trackers import TRACKERS, Tracker, Wandb
 from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
@@ -139,7 +139,7 @@ def test_a_round_is_told_once_each_fragment_has_its_merge_by_whoever_comes(tmp_p
     """From the tape, so also of the time when nobody watched; a round that is not whole waits, none comes twice."""
     kept, shares = Kept(), {0: 0.75, 1: 0.25}
     lost = Rejected.of(None, (1, 1), lost_tokens=40, reason=RefusalReason.TOO_STALE, detail="", unix_s=22.0)
-    tape = [merge(0, 1, 10.0), merge(1, 1, 20.0), merge(0, 2, 21.0), lost]
+    tape = [merge(0, 1, 10.0, step_norm=4.0), merge(1, 1, 20.0), merge(0, 2, 21.0, step_norm=8.0), lost]
     seen = replace(poll([]), shares=shares)
     with writer(tmp_path, kept) as first:
         first.see(replace(seen, records=tape))
@@ -153,7 +153,7 @@ def test_a_round_is_told_once_each_fragment_has_its_merge_by_whoever_comes(tmp_p
     assert kept.of("merges/staleness") == [(1, 0.0), (2, 0.25)]
     assert kept.of("merges/learners") == [(1, 2.0), (2, 2.0)]
     assert kept.of("merges/per_s") == [(2, 2 / 5)]
-    assert kept.of("merges/step_norm") == [(1, 0.0), (2, 6.0)]
+    assert kept.of("merges/step_norm") == [(2, 10.0)], "none where a merge's is not known"
     assert kept.of("merges/rho") == [(2, 0.5)]
     assert kept.of("merges/norm") == [(1, pytest.approx(18**0.5)), (2, pytest.approx(18**0.5))]
 
@@ -506,6 +506,34 @@ def test_points_that_mlflow_does_not_take_are_written_by_the_next_watcher(
     library.refuses = False
     lives_of("mlflow", tmp_path, (500,))
     assert [one for one in library.runs["r-0"] if one[0] == "global/loss"] == [("global/loss", 500, 3.0)]
+
+
+def test_points_that_a_tracker_did_not_take_are_not_noted_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even by a tracker that stores its points as it is closed: the next watcher writes them."""
+
+    class Held(Kept):
+        stored = False
+
+        def put(self, points: Sequence[Point]) -> None:
+            if failing:
+                raise RuntimeError("the service is gone")
+            super().put(points)
+
+    async def look_once(url: str, run: str, writer: Writer) -> None:
+        writer.see(replace(poll([]), evaluations=[evaluation(500, 3.0)]))
+
+    kept, failing = Held(), True
+    monkeypatch.setitem(TRACKERS, "held", lambda *_: kept)
+    monkeypatch.setattr("diloco.tracking.follow._follow", look_once)
+    monkeypatch.setattr("diloco.tracking.follow.load_extra", lambda *_: None)
+    with pytest.raises(RuntimeError):
+        follow("redis://nowhere", "r", "held", tmp_path)
+    failing = False
+    for _ in range(2):
+        follow("redis://nowhere", "r", "held", tmp_path)
+    assert kept.of("global/loss") == [(500, 3.0)]
 
 
 async def test_a_resumed_run_is_the_one_that_it_resumes() -> None:
