@@ -9,6 +9,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
+from diloco.launcher.display import say
 from diloco.options import RunSettings, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
@@ -72,20 +73,20 @@ def show(console: Console, needs: Needs) -> None:
         training = as_bytes(party.training_bytes) if party.training_bytes else ""
         machines.add_row(party.name, str(party.machines), f"{party.cores:.2g}", memory, training, rate)
     console.print(machines)
-    console.print(
+    say(
         f"memory of a {needs.parties[0].name}: its process ({as_bytes(LEARNER_PROCESS_BYTES)} for Python, torch and "
         "the program) and what its exchange adds to training, which has parameters, gradients and AdamW's moments, "
         "without activations",
-        soft_wrap=not console.is_terminal,
+        console,
     )
-    console.print(
+    say(
         "a syncer: cores at peak; memory when all windows are open and another syncer has died",
-        soft_wrap=not console.is_terminal,
+        console,
     )
-    console.print(
+    say(
         "a Redis node: memory is maxmemory, and its machine needs twice as much; traffic is to and from learners and "
         "syncers, and half as much if a syncer is on the same machine\n",
-        soft_wrap=not console.is_terminal,
+        console,
     )
     console.print("settings for all parties, in a file for --config:")
     for name, value in needs.settings.items():
@@ -98,7 +99,7 @@ def show(console: Console, needs: Needs) -> None:
     if needs.threads > 1:
         console.print(f"and start each syncer with OPENBLAS_NUM_THREADS={needs.threads}", highlight=False)
     for warning in needs.warnings:
-        console.print(f"warning: {warning}")
+        say(f"warning: {warning}", console)
 
 
 @takes(PlanSettings)
@@ -127,10 +128,10 @@ def command(
     console = Console()
     console.print(choices(needs, f"{counted(needs.learners, 'learner')}, {written(settings.params)} parameters"))
     console.print(needs.lines())
-    console.print(
+    say(
         "everything is computed from your options and constants, and nothing was measured: use `diloco doctor` to "
         "measure, and to compare with a run in progress\n",
-        soft_wrap=not console.is_terminal,
+        console,
     )
     show(console, needs)
     if json_file is not None:

@@ -179,7 +179,9 @@ def records_of(settings: ViewSettings, folder: Path | None) -> list[TapeRecord]:
                 f"{folder} does not hold a tape (*.msgpack): give an output folder of `diloco run`, or a syncer's "
                 "--tape-dir"
             )
-        return read_archive(archive)
+        if found := read_archive(archive):
+            return found
+        raise UsageError(f"{archive}: the tape is empty")
     place = locate(settings, folder)
     records: list[TapeRecord] = []
     if place.folder is not None:

@@ -16,6 +16,7 @@ from rich.text import Text
 from diloco.doctor import checks, measure
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.doctor.start import checkpoints_bytes, look_at_folders
+from diloco.launcher.display import say
 from diloco.options import AsJson, RunSettings, takes
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.inspection import address_of, examine, takes_without_certificate, unhealthy_sentinels
@@ -307,10 +308,9 @@ async def _in_time(checking: Coroutine[Any, Any, Checked], report: Report, other
 def show(console: Console, finding: Finding) -> None:
     """Print a line with the finding, and another with the remedy."""
     line = Text.assemble((f"{finding.level:8}", COLOURS[finding.level]), f"{finding.about}: {finding.found}")
-    piped = not console.is_terminal  # one line per finding for grep; a terminal gets whole words
-    console.print(line, soft_wrap=piped)
+    say(line, console)
     if finding.remedy:
-        console.print(Text(f"{'':8}-> {finding.remedy}"), soft_wrap=piped)
+        say(Text(f"{'':8}-> {finding.remedy}"), console)
 
 
 def closing(findings: list[Finding]) -> str:

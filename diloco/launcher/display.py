@@ -238,12 +238,13 @@ def _lost(gone: TokensLost) -> str:
     return ", ".join(f"{count(tokens)} {cause}" for cause, tokens in parts)
 
 
-def say(text: str) -> None:
-    """Print text; a terminal gets its lines broken between words."""
-    if sys.stdout.isatty():
-        Console(highlight=False, markup=False).print(text)
+def say(text: str | Text, console: Console | None = None) -> None:
+    """Print text, by default to stdout; a terminal gets its lines broken between words, and a pipe whole lines."""
+    console = console or Console(highlight=False, markup=False)
+    if console.is_terminal:
+        console.print(text)
     else:
-        typer.echo(text)
+        typer.echo(text, file=console.file)
 
 
 def _measured(evaluation: EvaluationStatus) -> str:

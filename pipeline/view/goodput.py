@@ -48,7 +48,6 @@ class Goodput(TypedDict):
     """The same for the last five minutes. Of lost tokens only the sum is known, as `not_merged`."""
     learners: dict[str, Seconds]
     """The time of each learner since the start."""
-    learners_recent: dict[str, Seconds]
     merged_tokens: int
     """Merged in this time."""
 
@@ -171,7 +170,6 @@ def goodput(
         "since_start": divide(summed(learners), trained - sum(lost.values()), lost),
         "recent": divide(summed(recently), recent_share, not_merged),
         "learners": learners,
-        "learners_recent": recently,
         "merged_tokens": merged,
     }
 

@@ -195,7 +195,7 @@ class Start:
         wanted = Wanted(sync={name: given[name] for name in given.keys() & self.settings.model_fields_set})
         while data is None:
             # This lets `diloco status` tell a run that waits for learners from one that does not exist.
-            await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
+            await self._announce()
             if wanted.sync:
                 offer = partial(self.bus.offer_wanted, wanted, self.settings.lease_s)
                 agree(self.settings, (await _retry(offer)).sync, SyncSettings, WAITING_SYNCER)
@@ -288,8 +288,7 @@ class Start:
         """
         looked_s = self.clock.now()
         while True:
-            say = partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s)
-            await _retry(partial(say, checkpoint.state.tokens))
+            await self._announce(checkpoint.state.tokens)
             _, first, name = (await _retry(self.bus.read_savers) or [(0, self.nonce, self.name)])[-1]
             if self.clock.now() - looked_s >= min(TIMES.announced_s, self.settings.lease_s) and first == self.nonce:
                 if await _retry(partial(self._put, checkpoint, mode)):
@@ -298,7 +297,11 @@ class Start:
                 structlog.get_logger().info("resumed_by_another", syncer=name)
                 break
             await asyncio.sleep(TIMES.poll_s)
-        await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
+        await self._announce()
+
+    async def _announce(self, saved_tokens: int = 0) -> None:
+        told = self.nonce, self.name, self.settings.lease_s, saved_tokens
+        await _retry(partial(self.bus.announce_syncer, *told))
 
     async def _acquire(self, fragments: Sequence[int]) -> bool:
         for p in fragments:

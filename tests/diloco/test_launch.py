@@ -585,8 +585,12 @@ def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == report
     assert cli.main(["status"]) == 0
     assert "2.5000" in capsys.readouterr().out
-    assert cli.main(["tape"]) == 2
-    assert "tape is empty" in capsys.readouterr().err
+    tape = tmp_path / "runs" / "x" / "tape"
+    tape.mkdir()
+    (tape / "0.msgpack").touch()
+    for folder in ((), (str(tape),)):
+        assert cli.main(["tape", *folder]) == 2
+        assert "tape is empty" in capsys.readouterr().err
 
 
 # --- children ----------------------------------------------------------------------------------------------

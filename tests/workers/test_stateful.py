@@ -133,18 +133,19 @@ def test_an_object_that_does_not_take_its_state_ends_the_joining(tmp_path: Path)
 
 
 def test_what_is_not_restored_or_does_not_move_is_said(tmp_path: Path) -> None:
-    """A schedule may well stay as it is for long."""
-    objects: dict[str, Any] = {"data": Reader()}
+    """Once, and not of a schedule, nor of an object that has moved before: these may well stay as they are for long."""
+    moved = Reader()
+    objects: dict[str, Any] = {"data": Reader(), "moved": moved}
     party = Party(tmp_path, state=objects)
     objects["schedule"] = torch.optim.lr_scheduler.ConstantLR(party.optimizer)
     party.join()
     with capture_logs() as logs:
-        save(party)
-        save(party)
-    assert {one["name"] for one in logs if one["event"] == "state_unchanged"} == {"data"}
+        for readers in ((), (moved,), (), ()):
+            save(party, *readers)
+    assert [one["name"] for one in logs if one["event"] == "state_unchanged"] == ["data"]
     party.leave()
     with capture_logs() as logs:
-        Party(tmp_path, state={"data": Reader(), "new": Reader()}).join()
+        Party(tmp_path, state={"data": Reader(), "moved": moved, "new": Reader()}).join()
     assert [one["names"] for one in logs if one["event"] == "state_not_restored"] == [["new"]]
 
 

@@ -40,6 +40,7 @@ class Keeper:
         self._losses: deque[tuple[int, float, float, Loss]] = deque(maxlen=LOSSES_KEPT)
         self._packed = False  # the objects' states were once packed
         self._saved: tuple[int, dict[str, bytes]] = 0, {}  # steps and objects of the last save
+        self._compared = False  # the objects of two saves were compared; some objects change only now and then
 
     def restore(self, found: FoundMoments) -> None:
         """Put what was found into the optimizer, the objects and this process, before the first step; release it then.
@@ -148,7 +149,8 @@ class Keeper:
         steps, shard = self.earlier_steps + self._rounds.steps, shared.shard_position
         torch_rng, python_rng = torch.get_rng_state(), random.getstate()
         objects = pack(self._own.options.state)
-        if steps > self._saved[0]:
+        if self._saved[1] and steps > self._saved[0] and not self._compared:
+            self._compared = True
             warn_unmoved(self._own.options.state, self._saved[1], objects)
         self._saved = steps, objects
 
