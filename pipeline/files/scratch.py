@@ -36,13 +36,15 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 def move_into(folder: Path, out: Path) -> None:
     """Move a scratch folder's files into `out`, in the reverse order of their names, replacing those of equal names.
 
-    So a file that makes the others valid comes last if its name begins with a dot.
+    So a file that makes the others valid comes last if its name begins with a dot; the one that it replaces goes first.
 
     Raises:
         OSError: a file cannot be moved.
     """
     out.mkdir(exist_ok=True)
-    for file in sorted(folder.iterdir(), reverse=True):
+    files = sorted(folder.iterdir(), reverse=True)
+    (out / files[-1].name).unlink(missing_ok=True)
+    for file in files:
         file.replace(out / file.name)
     folder.rmdir()
 

@@ -13,9 +13,11 @@ as much time as the run's mean token. So goodput + badput by cause = 1.
 """
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, TypedDict
 
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
@@ -75,9 +77,9 @@ def time_of_learners(
         found[learner][activity] += share * max(0.0, min(until_s, end_s) - max(since_s, begin_s))
 
     def spend_away(learner: str, since_s: float, until_s: float) -> None:
-        spend(learner, "away", since_s, until_s)
-        for pause_s, resume_s in pauses:
-            spend(learner, "away", max(since_s, pause_s), min(until_s, resume_s), -1.0)
+        since_s, until_s = max(since_s, begin_s), min(until_s, end_s)
+        if until_s > since_s:
+            found[learner]["away"] += until_s - since_s - (paused_s(until_s) - paused_s(since_s))
 
     lives = []
     for seen in reports:
@@ -85,7 +87,7 @@ def time_of_learners(
         began_s = max(heard_s - report.wall_s, min(started_s, heard_s))
         lives.append((began_s - min(report.joining_s, JOINING_S), began_s, heard_s, report))
     lives.sort(key=lambda life: life[:3])
-    pauses = list(_pauses(lives))
+    paused_s = _paused(lives)
     for joins_s, began_s, heard_s, report in lives:
         learner = report.learner
         before = learner
@@ -116,17 +118,25 @@ def time_of_learners(
     return dict(found)
 
 
-def _pauses(lives: Iterable[tuple[float, float, float, LearnerReport]]) -> Iterator[tuple[float, float]]:
-    """Yield the times in which the last learner had left, as of a finished run that was extended later.
+def _paused(lives: Iterable[tuple[float, float, float, LearnerReport]]) -> Callable[[float], float]:
+    """Return for how long the run has paused until a Unix time, s: the last learner had left, and the run was extended.
 
     lives: when each began to join, began to train and was heard last, with its report; in order.
     """
+    pauses, sums = list[tuple[float, float]](), [0.0]
     last_s, left = -math.inf, False
     for joins_s, _, heard_s, report in lives:
         if left and joins_s > last_s:
-            yield last_s, joins_s
+            pauses.append((last_s, joins_s))
+            sums.append(sums[-1] + joins_s - last_s)
         if heard_s >= last_s:
             last_s, left = heard_s, report.left
+
+    def until(at_s: float) -> float:
+        n = bisect_right(pauses, at_s, key=itemgetter(0))  # there may be thousands, and as many deaths
+        return sums[n] - (max(0.0, pauses[n - 1][1] - at_s) if n else 0.0)
+
+    return until
 
 
 def summed(learners: Mapping[str, Seconds]) -> Seconds:

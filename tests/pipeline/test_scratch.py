@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-from diloco.pipeline.files.scratch import scratch_folder
+import pytest
+
+from diloco.pipeline.files.scratch import move_into, scratch_folder
 
 WRITER = """
 import sys
@@ -37,3 +39,19 @@ def test_what_a_killed_writer_left_goes_with_the_next_writer(tmp_path):
         for writer in writers:
             writer.kill()
             writer.communicate()
+
+
+def test_files_that_are_replaced_in_part_are_not_valid(tmp_path):
+    """What makes the old ones valid goes before the first of them is replaced."""
+    for name in ("new", "out"):
+        (tmp_path / name).mkdir()
+        for file in (".metadata", "data", "more"):
+            (tmp_path / name / file).write_text(name)
+    (tmp_path / "out" / "data").unlink()
+    (tmp_path / "out" / "data").mkdir()  # cannot be replaced by a file: it stops there
+    with pytest.raises(OSError, match="data"):
+        move_into(tmp_path / "new", tmp_path / "out")
+    assert not (tmp_path / "out" / ".metadata").exists()
+    (tmp_path / "out" / "data").rmdir()
+    move_into(tmp_path / "new", tmp_path / "out")
+    assert {file.read_text() for file in (tmp_path / "out").iterdir()} == {"new"}

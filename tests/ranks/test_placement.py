@@ -1,6 +1,8 @@
 """Which elements each rank holds, and who sends what: tables and random models."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.workers.ranks.placement import Block, Piece, Shares, elements, in_slices, row_of, sources
+from tests import HANGING_S
 from tests.samples import tensor
 
 
@@ -170,3 +173,47 @@ def test_messages_between_ranks_are_bounded_and_lose_nothing(sizes, most) -> Non
         return [(int(start), p.at + i) for p in pieces for i, start in enumerate(p.of(flat).ravel())]
 
     assert places([piece for group in groups for piece in group]) == places(pieces)
+
+
+FSDP_OVER_TP = """
+import itertools, sys
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from diloco.workers.ranks.topology import held
+
+distributed.init_process_group("fake", rank=int(sys.argv[1]), world_size=8, store=FakeStore())
+for shape in ((4, 2), (2, 4)):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "layers"))
+    for rows, columns, dim in itertools.product((50_257, 32_001, 16, 13, 9, 5, 1), (3, 8), (0, 1)):
+        whole = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+        model = nn.Linear(columns, rows, bias=False)
+        parallel = distribute_tensor(whole, mesh["layers"], [Shard(dim)], src_data_rank=None)
+        model.weight = nn.Parameter(parallel)
+        fully_shard(model, mesh=mesh["data"])
+        first, last, left, right = held({"weight": model.weight})["weight"]
+        local = model.weight.to_local().detach()
+        assert torch.equal(local.reshape(-1), whole[first:last, left:right].reshape(-1)), (shape, rows, columns, dim)
+        print(shape, rows, columns, dim, tuple(local.shape))
+"""
+
+
+def test_a_ranks_block_is_what_fsdp_over_tensor_parallelism_gives_it() -> None:
+    """Rows may be uneven, as GPT-2's 50,257 are, or fewer than ranks. Each in a process: torch keeps meshes."""
+    found = [
+        subprocess.Popen([sys.executable, "-c", FSDP_OVER_TP, rank], stdout=subprocess.PIPE, text=True)
+        for rank in ("1", "6")
+    ]
+    for process in found:
+        shown, _ = process.communicate(timeout=HANGING_S)
+        assert (process.returncode, len(shown.splitlines())) == (0, 56)
+
+
+def test_a_piece_beyond_the_vector_is_refused() -> None:
+    flat = np.arange(10)
+    assert Piece(0, 0, 6, 2, 4).of(flat).tolist() == [[0, 1], [4, 5], [8, 9]]
+    with pytest.raises(IndexError, match="elements 1 to 11 of 10"):
+        Piece(1, 0, 6, 2, 4).of(flat)

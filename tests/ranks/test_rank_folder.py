@@ -142,6 +142,18 @@ def test_a_random_state_or_position_of_other_ranks_or_another_run_is_not_taken(t
         folder(tmp_path, REPLICAS, 1).load(other, KIND)
 
 
+def test_positions_are_those_of_the_set_that_has_gone_furthest(tmp_path: Path) -> None:
+    """Not those that as many ranks had saved before others went on."""
+    thirds: list[Blocks] = [{"t": rows(0, 2)}, {"t": rows(2, 3)}, {"t": rows(3, 4)}]
+    for held, steps in ((HALVES, 100), (thirds, 500)):
+        for rank in range(len(held)):
+            save(tmp_path, held, rank, b"%d" % steps, steps)
+    for held, objects in ((HALVES, {}), (thirds, {"data": b"500"})):
+        found = folder(tmp_path, held, 0).load(RUN, KIND)
+        assert found is not None
+        assert (found[0].steps, found[0].objects) == (500, objects)
+
+
 def test_moments_of_other_rows_are_refused_where_no_set_is_whole(tmp_path: Path) -> None:
     """As many elements as this rank holds, but of another place: they would be taken for its own."""
     save(tmp_path, HALVES, 0, b"zero")

@@ -229,7 +229,7 @@ def test_a_learner_killed_while_it_writes_leaves_the_last_whole_state(
 
     def dies(path: Path, parts: Any) -> None:
         if path.name == "state.json":
-            raise OSError("killed")
+            raise RuntimeError("killed")
         write(path, parts)
 
     monkeypatch.setattr(state_folder, "replace", dies)

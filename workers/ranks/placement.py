@@ -89,7 +89,10 @@ class Piece:
     def of(self, flat: npt.NDArray[T]) -> npt.NDArray[T]:
         """Return a view (runs, run) of the piece in a fragment's vector."""
         runs = self.elements // self.run
-        span = flat[self.start : self.start + (runs - 1) * self.stride + self.run]  # checks the bounds
+        end = self.start + (runs - 1) * self.stride + self.run
+        if not 0 <= self.start <= end <= flat.size:  # `as_strided` would read beyond it
+            raise IndexError(f"elements {self.start} to {end} of {flat.size}")
+        span = flat[self.start : end]
         return np.lib.stride_tricks.as_strided(span, (runs, self.run), (self.stride * flat.itemsize, flat.itemsize))
 
     def cut(self, flat: npt.NDArray[T]) -> npt.NDArray[T]:

@@ -106,6 +106,9 @@ class Rank:
         self.begin = dict(begin)
         self.transfers.training_idle.clear()
         if self._found.source != source:
+            if self._found.saved is not None and (names := sorted(self._found.saved.objects)):
+                detail = "not all ranks found a checkpoint, so none uses its own: objects start as they were passed"
+                structlog.get_logger().warning("state_not_restored", names=names, detail=detail)
             self._found = FoundMoments(source)
         self._joined.set_result((self, self._found))
 

@@ -89,7 +89,8 @@ class RankFolder(StateFolder):
 
     def _save_random_state(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         self._own.mkdir(parents=True, exist_ok=True)
-        replace(self._own / RANDOM_FILE, [make()[0].model_dump_json().encode()])
+        state = make()[0].model_copy(update=self._ranks)
+        replace(self._own / RANDOM_FILE, [state.model_dump_json().encode()])
 
     @override
     def append_losses(self, lines: Callable[[], Sequence[str]]) -> None:
@@ -193,7 +194,7 @@ class RankFolder(StateFolder):
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
 
     def _with_own_random_state(self, state: SavedState) -> SavedState:
-        """Replace the random states and objects by those that the rank `of`, of as many, saved last.
+        """Replace the random states and objects by those that the rank `of`, of as many, saved with this state's set.
 
         If it saved none, random states are this process's, and there are no objects.
         """
@@ -205,7 +206,8 @@ class RankFolder(StateFolder):
         for name in (STATE_FILE, RANDOM_FILE):
             with suppress(StateRefused):  # there is none, or a damaged one
                 saved.append(read_state(self._of / name))
-        saved = [one for one in saved if one.identity.same(state.identity)]
+        # Another set of ranks may have gone further since.
+        saved = [one for one in saved if one.identity.same(state.identity) and one.partition == state.partition]
         if saved:
             last = max(saved, key=lambda one: one.steps)
             here = {"torch_rng": last.torch_rng, "python_rng": last.python_rng, "objects": last.objects}

@@ -243,18 +243,27 @@ def _dim_of(placement: Any) -> int:
 
 def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Block]:
     """Return the block of each tensor that this rank holds."""
-    return {name: _block(tensor) for name, tensor in tensors.items()}
+    return {name: _block(name, tensor) for name, tensor in tensors.items()}
 
 
-def _block(tensor: Any) -> Block:
-    shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
+def _block(name: str, tensor: Any) -> Block:
+    shape, offset = list(tensor.shape), [0] * tensor.dim()
     if hasattr(tensor, "device_mesh"):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        # Each dimension of the mesh divides what is left, as `torch.chunk` does; FSDP2 comes after tensor parallelism,
+        # though it stands before it. torch's own function for this is wrong there if rows are uneven.
+        for d in sorted(range(mesh.ndim), key=lambda d: hasattr(tensor.placements[d], "split_factor")):
+            if (dim := _dim_of(tensor.placements[d])) >= 0:
+                each = -(-shape[dim] // mesh.size(d))
+                start = min(each * coordinate[d], shape[dim])
+                offset[dim] += start
+                shape[dim] = min(each, shape[dim] - start)
         here = local_of(tensor)
         if here.numel() != math.prod(shape):
-            raise UsageError(f"a shard of shape {tuple(here.shape)} instead of {tuple(shape)}")
+            raise UsageError(
+                f"parameter {name}, placed as {tensor.placements}: this rank holds {tuple(here.shape)}, but "
+                f"{tuple(shape)} were expected; {SHARDS_ONLY}"
+            )
     if not math.prod(shape):
         return Block(0, 0, 0, 0)
     (rows, columns), (first, left), rest = (*shape, 1, 1)[:2], (*offset, 0, 0)[:2], math.prod(shape[2:])
@@ -401,13 +410,14 @@ def rendezvous(
             group = _group_of(tuple(sorted(ranks)))
             rank = distributed.get_rank(group)
             _same_arguments(gather_messages(group, Arguments(arguments=tuple(asked.items()))))
+            spec, blocks = _on_all(group, lambda: (propose(), held(_synchronised(model))))
             own = Proposal(
-                spec=_on_all(group, propose),
+                spec=spec,
                 learner=learner[0],
                 incarnation=learner[1],
                 token=secrets.token_bytes(TOKEN_BYTES),
                 machine=socket.gethostname(),
-                held=tuple((name, *found) for name, found in held(_synchronised(model)).items()),
+                held=tuple((name, *found) for name, found in blocks.items()),
             )
             agreed, *_ = proposals = gather_messages(group, own)
             _same_model(proposals)
