@@ -30,6 +30,13 @@ def python(*command: object, **environ: str) -> "subprocess.CompletedProcess[str
     return subprocess.run(run, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANGING_S)
 
 
+def is_running(pid: int) -> bool:
+    try:  # a process that has ended stays there if this one adopts orphans, as `strikes.spawner` has it do
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def wait_for(condition: Callable[[], Any], shown: Callable[[], object] = str) -> Any:
     """What it returns, once that is true. shown: for a wait in vain."""
     until = time.monotonic() + HANGING_S

@@ -151,7 +151,7 @@ class Hosted:
         learner = self.present
         over = self.leave(longer)
         learner.load_globals()
-        detail = "the model now has the run's values, so the trainer saves these"
+        detail = "the model now has the run's values"
         structlog.get_logger().info("globals_loaded", learner=learner.id, finished=over, detail=detail)
 
     def leave(self, longer: str) -> bool:

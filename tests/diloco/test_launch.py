@@ -41,7 +41,7 @@ from diloco_studies.quality.settings import PRESETS as LAB_PRESETS
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.diloco.test_report import outcome
-from tests.parties import ROOT, wait_for
+from tests.parties import ROOT, is_running, wait_for
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 from tests.workers.test_device_encoding import a_syncer
 
@@ -594,13 +594,6 @@ def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):
 
 
 # --- children ----------------------------------------------------------------------------------------------
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_children_get_no_setting_but_redis_from_the_environment(monkeypatch):

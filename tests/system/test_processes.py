@@ -25,7 +25,7 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.tape import read_archive
 from tests import HANGING_S
-from tests.parties import ROOT, environment, wait_for
+from tests.parties import ROOT, environment, is_running, wait_for
 
 pytestmark = [pytest.mark.slow]
 
@@ -39,14 +39,6 @@ def diloco(*arguments: object, limit_s: float = HANGING_S) -> subprocess.Complet
     return subprocess.run(
         command, capture_output=True, text=True, timeout=limit_s, env=environment(**QUICK), cwd=ROOT, check=False
     )
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 class Run:

@@ -9,8 +9,8 @@ import pytest
 
 from diloco.pipeline.messages.fragment import Committed
 from diloco.tape import read_archive
-from tests.parties import wait_for
-from tests.system.test_processes import Run, is_running, started
+from tests.parties import is_running, wait_for
+from tests.system.test_processes import Run, started
 
 pytestmark = [
     pytest.mark.redis,

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +70,11 @@ def test_two_torchtitans_learn_together_and_a_killed_one_comes_back(tmp_path: Pa
         assert int(same_tokens) in [life.tokens for life in asyncio.run(reports_of(party.url, "two"))]
         assert report.loss is not None
         assert report.loss < 0.8 * math.log(2048), "a vocabulary of 2048"
-        assert [path.name for path in (tmp_path / "one" / "checkpoint").glob("step-*")] == [f"step-{steps}"]
+        saved = tmp_path / "one" / "checkpoint"
+        assert [path.name for path in saved.glob("step-*")] == [f"step-{steps}"]
+        shutil.rmtree(saved)
+        assert party.ended(titan("one")) == [0]
+        assert [path.name for path in saved.glob("step-*")] == ["step-0"], "the run was over, and its values are saved"
 
 
 @pytest.mark.filterwarnings("default")  # of libraries that are not ours
