@@ -276,9 +276,12 @@ def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s
     """Return the run's time as defined by `Status.elapsed_s`."""
     if state is None:
         return 0.0
-    trained = (seen.age_s for seen in reports if seen.report.step)
-    silent_s = 0.0 if state.phase is Phase.RUNNING else min(trained, default=0.0)
-    return max(0.0, now_unix_s - silent_s - state.started_unix_s)
+    if state.phase is Phase.RUNNING:
+        end_s = now_unix_s
+    else:  # a finished run that was restored has no reports of its training
+        trained = [now_unix_s - seen.age_s for seen in reports if seen.report.step]
+        end_s = max(trained or [one for one, *_ in state.samples[-1:]], default=now_unix_s)
+    return max(0.0, end_s - state.started_unix_s)
 
 
 def _syncers(syncers: Mapping[str, str], holders: Sequence[str | None]) -> list[SyncerStatus]:

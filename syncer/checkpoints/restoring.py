@@ -66,7 +66,8 @@ async def restore_checkpoint(
         if head.version != mine.version or head.digest != await offload(_digest, checkpoint, p, spec):
             raise UsageError(f"the run has already been started: {taken(bus)}")
     if not any(heads):
-        await bus.write_state(checkpoint.state if finished else _restored_run(checkpoint, spec, clock))
+        state = checkpoint.state.model_copy(update=_sums(checkpoint))
+        await bus.write_state(state if finished else _restored_run(checkpoint, spec, clock))
         try:
             await _restore_data(bus, checkpoint)
         except (BadMessage, UsageError) as error:  # no learner reads data before there is a head
@@ -135,16 +136,23 @@ def _digest(checkpoint: Checkpoint, p: int, spec: Spec) -> bytes:
     return payload_digest(as_bytes(checkpoint.fragment(p)[0]), spec.sync.chunk_bytes)
 
 
+def _sums(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the sums of the run up to the checkpoint; the reports and records that they are of are not on the bus."""
+    tokens, (merged, overwritten, rejected) = checkpoint.state.tokens, known_elements(checkpoint)
+    return {
+        "base_tokens": tokens,
+        "base_merged": min(tokens, merged // checkpoint.layout.elements),
+        "base_overwritten": min(MAX_ELEMENTS, overwritten),
+        "base_rejected": min(MAX_ELEMENTS, rejected),
+    }
+
+
 def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
-    merged, overwritten, rejected = known_elements(checkpoint)
     return RunState(
+        **_sums(checkpoint),
         phase=Phase.RUNNING,
         tokens=checkpoint.state.tokens,
-        base_tokens=checkpoint.state.tokens,
         set_aside=checkpoint.state.set_aside,
-        base_merged=min(checkpoint.state.tokens, merged // checkpoint.layout.elements),
-        base_overwritten=min(MAX_ELEMENTS, overwritten),
-        base_rejected=min(MAX_ELEMENTS, rejected),
         budget_tokens=spec.sync.tokens,
         started_unix_s=clock.unix(),
         reason=f"resumed from {checkpoint.folder_name}",

@@ -218,7 +218,7 @@ class Serving:
             slow = None if self._watch.draining else self._slow_merges(warnings.slow_from)
             long = long_rounds(self.context.sync.sync_interval, self._rounds()) if self._watch.live() else None
             warnings.log_new(self._watch.quorum_warning, slow, long)
-            presence.log_changes(self._watch.live(), self._watch.reports)
+            presence.log_changes(self._watch.live(), self._watch.reports, self._watch.liveness_s)
             await asyncio.sleep(TIMES.watch_s)
 
     async def _refresh(self) -> None:
@@ -335,9 +335,12 @@ class _Presence:
         self._here: dict[tuple[str, str], SeenReport] = {}
         self._log = structlog.get_logger()
 
-    def log_changes(self, live: Sequence[SeenReport], reports: Sequence[SeenReport]) -> None:
-        """Log the changes since the last call, from the live learners and the last reports of all."""
-        here = {_life(one): one for one in live}
+    def log_changes(self, live: Sequence[SeenReport], reports: Sequence[SeenReport], liveness_s: float) -> None:
+        """Log the changes since the last call, from the live learners and the last reports of all.
+
+        A syncer that has just started counts as live whoever may be: a learner has come once it reports.
+        """
+        here = {life: one for one in live if (life := _life(one)) in self._here or one.age_s <= liveness_s}
         for learner, incarnation in sorted(here.keys() - self._here.keys()):
             self._log.info("learner_came", learner=learner, incarnation=incarnation)
         gone = sorted(self._here.keys() - here.keys())

@@ -478,6 +478,32 @@ async def test_a_checkpoint_of_a_run_that_was_draining_is_gone_on_from(tmp_path:
 
 
 @in_virtual_time
+async def test_a_finished_run_that_is_put_back_says_what_it_said(tmp_path: Path) -> None:
+    """Its tokens by fate, and its time, though no learner's report is there."""
+    world = VirtualRun(sync_spec(tokens=3000), checkpoint_dir=tmp_path)
+    world.start_syncer()
+    died = VirtualLearner("died", world, 0.15, "d" * 16).start()
+    party = learners(world)
+    await world.until_version(6)
+    await died.kill()
+    await world.finish(*party)
+    before = await read_status(world.bus, world.clock)
+    assert min(before["tokens_lost"][cause] for cause in ("overwritten", "died")) > 0
+    flush(world)
+    await asyncio.sleep(1000.0)
+    world.start_syncer()
+    await world.syncer
+    after = await read_status(world.bus, world.clock)
+    assert (after["phase"], after["tokens"], after["merged_tokens"]) == (
+        "finished",
+        before["tokens"],
+        before["merged_tokens"],
+    )
+    assert after["tokens_lost"] == pytest.approx(before["tokens_lost"], abs=2)
+    assert after["elapsed_s"] == pytest.approx(before["elapsed_s"], abs=15.0)
+
+
+@in_virtual_time
 async def test_who_trained_does_not_go_on_in_a_run_that_began_anew() -> None:
     """Redis and syncer are lost; a fresh learner reaches the empty Redis first, while the trained one is cut off."""
     world = VirtualRun(sync_spec(tokens=10**9))
