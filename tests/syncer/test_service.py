@@ -51,10 +51,21 @@ def test_a_learner_that_is_back_in_another_life_has_not_fallen_silent() -> None:
     presence = _Presence()
     before, after = samples.seen("anna", incarnation="a" * 16), samples.seen("anna", incarnation="b" * 16)
     with capture_logs() as lines:
-        presence.log_changes([before], [before])
-        presence.log_changes([before, after], [before, after])
-        presence.log_changes([after], [before, after])
+        presence.log_changes([before], [before], 5.0)
+        presence.log_changes([before, after], [before, after], 5.0)
+        presence.log_changes([after], [before, after], 5.0)
     assert [line["event"] for line in lines] == ["learner_came", "learner_came", "learner_replaced"]
+
+
+def test_a_syncer_that_has_just_started_names_no_learner_that_is_long_dead() -> None:
+    """It counts as live until the syncer has waited for a report; one that reports has come."""
+    presence, dead, here = _Presence(), samples.seen("dead", age_s=460.0), samples.seen("here")
+    with capture_logs() as lines:
+        presence.log_changes([dead, here], [dead, here], 5.0)
+        presence.log_changes([samples.seen("here", age_s=6.0)], [dead, here], 5.0)
+        presence.log_changes([], [dead, here], 5.0)
+    told = [(line["event"], line["learner"]) for line in lines]
+    assert told == [("learner_came", "here"), ("learner_fell_silent", "here")]
 
 
 @pytest.mark.parametrize("global_codec", get_args(GlobalCodec))
