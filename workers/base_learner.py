@@ -317,7 +317,7 @@ class BaseLearner:
             if isinstance(error, KeyboardInterrupt):
                 without_traceback(error)
             try:
-                self._leave(save_state=isinstance(error, KeyboardInterrupt), error=error)
+                self._leave(save_state=isinstance(error, KeyboardInterrupt | SystemExit), error=error)
             except Exception as failure:  # only logged: the program must see the error that has ended its loop
                 structlog.get_logger().error("leaving_failed", learner=self.id, error=repr(failure))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from typing import Any
 
 import structlog
 
@@ -136,7 +137,7 @@ def _digest(checkpoint: Checkpoint, p: int, spec: Spec) -> bytes:
     return payload_digest(as_bytes(checkpoint.fragment(p)[0]), spec.sync.chunk_bytes)
 
 
-def _sums(checkpoint: Checkpoint) -> dict[str, int]:
+def _sums(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the sums of the run up to the checkpoint; the reports and records that they are of are not on the bus."""
     tokens, (merged, overwritten, rejected) = checkpoint.state.tokens, known_elements(checkpoint)
     return {

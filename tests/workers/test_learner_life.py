@@ -291,11 +291,11 @@ def test_a_second_ctrl_c_while_leaving_ends_the_thread(redis_server: str, monkey
         until(lambda: not threads())
 
 
-@pytest.mark.parametrize(("error", "saved"), [(KeyboardInterrupt, True), (RuntimeError, False)])
+@pytest.mark.parametrize(("error", "saved"), [(KeyboardInterrupt, True), (SystemExit, True), (RuntimeError, False)])
 def test_ctrl_c_saves_the_state_and_an_error_keeps_the_one_before(
     redis_server: str, tmp_path: Path, error: Any, saved: bool
 ) -> None:
-    run = f"left-by-{saved}"
+    run = f"left-by-{error.__name__}"
     with a_syncer(redis_server, run):
         learner = learner_of(redis_server, run, state_dir=str(tmp_path))
         with pytest.raises(error), learner:
