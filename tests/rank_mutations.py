@@ -13,7 +13,7 @@ RANK_MUTATIONS = [
         (
             (
                 "for p, number in sorted(agreed.decided.adoptions.items()):",
-                "now, self.kept = (getattr(self, 'kept', {}), agreed.decided.adoptions) if self._number else "
+                "now, self.kept = (getattr(self, 'kept', {}), agreed.decided.adoptions) if self.number else "
                 "(agreed.decided.adoptions, {})\n    for p, number in sorted(now.items()):",
             ),
         ),
@@ -25,7 +25,7 @@ RANK_MUTATIONS = [
         (
             (
                 "fragments, stop =",
-                "if self._number:\n"
+                "if self.number:\n"
                 "        now, self.kept = taken, {**getattr(self, 'kept', {}), **taken}\n"
                 "        before, self.before = getattr(self, 'before', {}), dict(self.kept)\n"
                 "        taken = {p: one._replace(snapshot=before.get(p, one).snapshot) for p, one in now.items()}\n"
@@ -63,7 +63,7 @@ RANK_MUTATIONS = [
         "a rank's tokens are not summed",
         JoinedRank,
         "stepped",
-        (("encode(counted,", "encode(tokens * (self._number == 0),"),),
+        (("encode(counted,", "encode(tokens * (self.number == 0),"),),
     ),
     Mutation(
         "the last step's tokens are not in the header",
@@ -98,13 +98,13 @@ RANK_MUTATIONS = [
         "a rank is given another rank's rows",
         Transfers,
         "_pull",
-        (("self._shares.pieces(rank, p)", "self._shares.pieces(self._rank, p)"),),
+        (("self._shares.given(rank, p)", "self._shares.given((rank + 1) % self._shares.ranks, p)"),),
     ),
     Mutation(
         "rank 0 ends as soon as it knows that the run is over",
         JoinedRank,
         "_settle",
-        (("or agreed.decided.over", "or agreed.decided.over or (self._number == 0 and is_over(self.shared.state))"),),
+        (("or agreed.decided.over", "or agreed.decided.over or (self.number == 0 and is_over(self.shared.state))"),),
     ),
     Mutation(
         "who is asked to end leaves alone",

@@ -300,9 +300,11 @@ class Oracle:
                 self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)
 
-    def _looked(self, link: Link, outcome: Any, *args: Any) -> None:
+    def _looked(self, link: Link, outcome: Any, fragments: Sequence[int], *args: Any) -> None:
         if not isinstance(outcome, Exception):
             self._pulls.looked(link, outcome)
+            if len(fragments) == 1:  # an owner begins anew
+                self._windows.begins(link, fragments[0])
 
     def _reported(self, link: Link, outcome: Any, *args: Any) -> None:
         if not isinstance(outcome, Exception):

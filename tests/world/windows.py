@@ -104,10 +104,14 @@ class Windows:
     def read(self, link: Link, p: int, found_closed: bool) -> None:
         """An owner reads a stream from its start: all over again. found_closed: its head says that of the window."""
         self._began[link, p] = self._now()
-        self._shown.pop((link, p), None)
+        self.begins(link, p)
         (self._closed.add if found_closed else self._closed.discard)((link, p))
         if not self._merged.get((link, p), True):
             del self._merged[link, p]  # it may not have heard of its merge
+
+    def begins(self, link: Link, p: int) -> None:
+        """An owner has read the head: what it says next it decides from its window's beginning."""
+        self._shown.pop((link, p), None)
 
     def came(self, link: Link) -> None:
         """An owner that was with another server is here from now on: whatever it does, it does not know this one."""
@@ -136,8 +140,8 @@ class Windows:
         if link.late:
             return None
         before, self._shown[link, p] = self._shown.get((link, p)), window
-        if window.state == "idle" or before is None or window.attempt > before.attempt:
-            return None  # it is idle if its owner begins anew
+        if before is None or window.attempt > before.attempt:
+            return None
         if STATES[window.state] >= STATES[before.state]:
             return None
         return f"{before.state}, attempt {before.attempt}; then {window.state}, attempt {window.attempt}"
