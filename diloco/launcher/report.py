@@ -109,7 +109,7 @@ def learner_rows(reports: Sequence[LearnerReport], unmissed: Collection[str] = (
         mine = [report for report in reports if report.learner == learner]
         wall_s = sum(report.wall_s for report in mine)
         tokens = sum(report.tokens for report in mine)
-        longest = max(mine, key=lambda report: report.step)
+        longest, last = max(mine, key=lambda report: report.step), max(mine, key=lambda report: report.generation)
         rows.append(
             {
                 "id": learner,
@@ -120,8 +120,8 @@ def learner_rows(reports: Sequence[LearnerReport], unmissed: Collection[str] = (
                 "blocked_s": sum(report.blocked_s for report in mine),
                 "wall_s": wall_s,
                 "incarnations": len(mine),
-                "left": all(report.left for report in mine),
-                "died": learner not in unmissed and not max(mine, key=lambda report: report.generation).left,
+                "left": last.left,
+                "died": learner not in unmissed and not last.left,
                 "device": longest.device,
                 "ranks": longest.ranks,
             }
