@@ -42,7 +42,7 @@ def _export(found: Globals, out: Path, overwrite: bool) -> None:
             write_dcp(tensors, temporary)
             if foreign := sorted(set(names) - {file.name for file in temporary.iterdir()}):
                 raise UsageError(f"{out} holds other files ({', '.join(foreign[:5])}): choose another folder")
-            move_into(temporary, out)  # `.metadata` last: it makes a checkpoint of the others
+            move_into(temporary, out, last=".metadata")
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error}") from error
     elements = sum(values.size for values in tensors.values())

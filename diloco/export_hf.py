@@ -76,7 +76,7 @@ def _export(found: Globals, out: Path, config: Path, overwrite: bool) -> None:
                 if file.is_file() and file.suffix in COPIED and not file.name.endswith(INDEX):
                     (temporary / file.name).write_bytes(file.read_bytes())
             write_tensors(temporary / name, tensors)
-            move_into(temporary, out)
+            move_into(temporary, out, last=ADAPTER_CONFIG if adapter else CONFIG)
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error}") from error
     elements = sum(tensor.nbytes for tensor in found.tensors.values()) // 4

@@ -206,19 +206,24 @@ class Hosted:
         structlog.get_logger().warning("trainer_ended_first", learner=learner.id, detail=detail)
         return False
 
-    def give_up(self, error: BaseException | None = None) -> None:
+    def give_up(self, error: BaseException | None = None, in_order: bool = False) -> None:
         """Leave the run after an error, as at the end of a learner's `with` block; only this error is shown.
 
-        None: the error is not known. A SystemExit is how a trainer ends on a signal: the learner leaves in order.
+        Args:
+            error: None if it is not known.
+            in_order: all ranks of the learner do so after the same step, since they were asked to end.
         """
         learner, self.learner = self.learner, None
         off_interrupt(self.give_up)
         if learner is not None:
             with suppress(DilocoError, SystemExit):
-                if error is None or isinstance(error, SystemExit):
-                    learner.close(save_state=error is not None)
-                else:
+                if error is not None and not in_order:
                     learner.__exit__(type(error), error, error.__traceback__)
+                    return
+                try:
+                    learner.close(save_state=in_order)
+                except Exception as failure:  # only logged: the program must see the error that has ended its loop
+                    structlog.get_logger().error("leaving_failed", learner=learner.id, error=repr(failure))
 
 
 class Host:

@@ -94,5 +94,5 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
         After SIGTERM, Lightning ends the program by this exception: with a status that has it restarted.
         """
         if isinstance(exception, SIGTERMException):
-            exception.code = AGAIN_STATUS
-        self._hosted.give_up(exception)
+            exception.code = self._hosted.exit_status = AGAIN_STATUS
+        self._hosted.give_up(exception, in_order=isinstance(exception, SIGTERMException))

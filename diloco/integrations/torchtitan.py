@@ -49,7 +49,7 @@ def train(trainer: Trainer, *, schedule: Mapping[str, Any] | None = None, **lear
                 "(data_parallel_shard_degree), tensor parallelism or replicas (data_parallel_replicate_degree)"
             )
     hosted, steps, log = Hosted(None, learner), trainer.should_continue_training, trainer.metrics_processor.log
-    seen = 0
+    seen = first = 0
 
     def tokens() -> int:
         nonlocal seen
@@ -57,8 +57,8 @@ def train(trainer: Trainer, *, schedule: Mapping[str, Any] | None = None, **lear
         return seen - before
 
     def begin() -> None:
-        nonlocal seen
-        seen = trainer.ntokens_seen
+        nonlocal seen, first
+        seen, first = trainer.ntokens_seen, trainer.step
         with hosted.begin(trainer.model_parts[0], list(trainer.optimizers), tokens) as joined:
             if schedule is not None:
                 for scheduler, optimizer in zip(trainer.lr_schedulers, trainer.optimizers, strict=True):
@@ -82,6 +82,7 @@ def train(trainer: Trainer, *, schedule: Mapping[str, Any] | None = None, **lear
     finally:
         trainer.should_continue_training, trainer.metrics_processor.log = steps, log
     hosted.end(f"raise training.steps={trainer.config.training.steps}")
-    if not hosted.exit_status:  # also if the run was over when it joined: its last checkpoint may be older
-        trainer.checkpointer.save(trainer.step, last_step=True)
+    if not hosted.exit_status:
+        # If the run was over when it joined, the checkpoint that it began with may have optimizer states, and stays.
+        trainer.checkpointer.save(trainer.step + (trainer.step == first), last_step=True)
     return hosted.exit_status

@@ -33,18 +33,18 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def move_into(folder: Path, out: Path) -> None:
-    """Move a scratch folder's files into `out`, in the reverse order of their names, replacing those of equal names.
+def move_into(folder: Path, out: Path, last: str) -> None:
+    """Move a scratch folder's files into `out`, replacing those of equal names.
 
-    So a file that makes the others valid comes last if its name begins with a dot; the one that it replaces goes first.
+    last: name of the file without which the others are not valid: it comes last, and the one that it replaces goes
+        first.
 
     Raises:
         OSError: a file cannot be moved.
     """
     out.mkdir(exist_ok=True)
-    files = sorted(folder.iterdir(), reverse=True)
-    (out / files[-1].name).unlink(missing_ok=True)
-    for file in files:
+    (out / last).unlink(missing_ok=True)
+    for file in sorted(folder.iterdir(), key=lambda file: file.name == last):
         file.replace(out / file.name)
     folder.rmdir()
 

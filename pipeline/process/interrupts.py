@@ -82,7 +82,7 @@ def _install() -> None:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    known = "_without_traceback" in error.__dict__
+    known = hasattr(error, "_without_traceback")
     if isinstance(error, KeyboardInterrupt):
         leaving = [*_leaving]
         for leave in leaving:

@@ -119,7 +119,9 @@ def time_of_learners(
 
 
 def _paused(lives: Iterable[tuple[float, float, float, LearnerReport]]) -> Callable[[float], float]:
-    """Return for how long the run has paused until a Unix time, s: the last learner had left, and the run was extended.
+    """Return a function: the sum of the run's pauses before a Unix time, s.
+
+    In a pause the last learner has left, and the run has not been extended yet.
 
     lives: when each began to join, began to train and was heard last, with its report; in order.
     """
@@ -133,7 +135,7 @@ def _paused(lives: Iterable[tuple[float, float, float, LearnerReport]]) -> Calla
             last_s, left = heard_s, report.left
 
     def until(at_s: float) -> float:
-        n = bisect_right(pauses, at_s, key=itemgetter(0))  # there may be thousands, and as many deaths
+        n = bisect_right(pauses, at_s, key=itemgetter(0))  # not a loop: there may be thousands of pauses and of deaths
         return sums[n] - (max(0.0, pauses[n - 1][1] - at_s) if n else 0.0)
 
     return until

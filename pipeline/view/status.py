@@ -278,9 +278,11 @@ def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s
         return 0.0
     if state.phase is Phase.RUNNING:
         end_s = now_unix_s
-    else:  # a finished run that was restored has no reports of its training
-        trained = [now_unix_s - seen.age_s for seen in reports if seen.report.step]
-        end_s = max(trained or [one for one, *_ in state.samples[-1:]], default=now_unix_s)
+    elif trained := [now_unix_s - seen.age_s for seen in reports if seen.report.step]:
+        end_s = max(trained)
+    else:  # a finished run that was put back has no reports of its training, but samples every 15 s
+        last = max((tokens for _, tokens, _ in state.samples), default=0)
+        end_s = min((unix_s for unix_s, tokens, _ in state.samples if tokens == last), default=now_unix_s)
     return max(0.0, end_s - state.started_unix_s)
 
 

@@ -237,7 +237,7 @@ class Start:
         same = there is not None and there.state.began_unix_s == checkpoint.state.began_unix_s
         if there is None or (same and there.lacks and not there.whole):
             return StartMode.RESUME
-        if not there.state.base_tokens:
+        if not (same and there.state.base_tokens):
             raise UsageError(f"the run has already been started, without {checkpoint.folder}: {taken(self.bus)}")
         structlog.get_logger().info("already_restored", base_tokens=there.state.base_tokens)
         return StartMode.JOIN

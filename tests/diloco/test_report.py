@@ -215,8 +215,10 @@ def test_data_parallel_merges_all_it_trains():
 
 
 def test_a_learner_started_twice_is_one_row():
-    [row] = learner_rows([report(*B, tokens=100, left=False, step_s_median=0.2), report(*C, tokens=50)])
-    assert (row["tokens"], row["steps"], row["incarnations"], row["left"]) == (150, 15, 2, False)
+    killed = report(*B, tokens=100, left=False, step_s_median=0.2, generation=1)
+    [row] = learner_rows([killed, report(*C, tokens=50, generation=2)])
+    assert (row["tokens"], row["steps"], row["incarnations"]) == (150, 15, 2)
+    assert (row["left"], row["died"]) == (True, False), "in its last life"
     assert row["tokens_per_s"] == pytest.approx(100.0)
     assert row["step_s_median"] == 0.2
 

@@ -50,8 +50,8 @@ def test_files_that_are_replaced_in_part_are_not_valid(tmp_path):
     (tmp_path / "out" / "data").unlink()
     (tmp_path / "out" / "data").mkdir()  # cannot be replaced by a file: it stops there
     with pytest.raises(OSError, match="data"):
-        move_into(tmp_path / "new", tmp_path / "out")
+        move_into(tmp_path / "new", tmp_path / "out", ".metadata")
     assert not (tmp_path / "out" / ".metadata").exists()
     (tmp_path / "out" / "data").rmdir()
-    move_into(tmp_path / "new", tmp_path / "out")
+    move_into(tmp_path / "new", tmp_path / "out", ".metadata")
     assert {file.read_text() for file in (tmp_path / "out").iterdir()} == {"new"}

@@ -480,7 +480,7 @@ async def test_a_checkpoint_of_a_run_that_was_draining_is_gone_on_from(tmp_path:
 @in_virtual_time
 async def test_a_finished_run_that_is_put_back_says_what_it_said(tmp_path: Path) -> None:
     """Its tokens by fate, and its time, though no learner's report is there."""
-    world = VirtualRun(sync_spec(tokens=3000), checkpoint_dir=tmp_path)
+    world = VirtualRun(sync_spec(tokens=12_000), checkpoint_dir=tmp_path)
     world.start_syncer()
     died = VirtualLearner("died", world, 0.15, "d" * 16).start()
     party = learners(world)

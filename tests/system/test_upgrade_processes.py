@@ -152,8 +152,10 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("patched") / "tree"
     for top in ("pipeline", "syncer", "workers", "diloco"):
         shutil.copytree(ROOT / top, folder / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    service = folder / "syncer/serving/service.py"
-    text, found = re.subn(r"^SCRIPTS_LOOK_S = .*$", "SCRIPTS_LOOK_S = 0.7", service.read_text(), flags=re.MULTILINE)
+    service = folder / "syncer/times.py"
+    text, found = re.subn(
+        r"^    scripts_s: float = .*$", "    scripts_s: float = 0.7", service.read_text(), flags=re.MULTILINE
+    )
     assert found == 1
     service.write_text(text)
     (folder / "diloco-9.9.9.dist-info").mkdir()

@@ -195,10 +195,11 @@ class StateFolder:
         new = not file.exists()
         replace(file, digested(to_safetensors(arrays), digest.update))
         state = state.model_copy(update={"moments_sha256": digest.hexdigest(), **self._ranks})
+        names, data = self.path / STATE_FILE, state.model_dump_json().encode()
         try:
-            replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
-        except OSError:
-            if new:  # nothing names it, and the disk may be full
+            replace(names, [data])
+        except OSError:  # the disk may be full
+            if new and not (names.exists() and names.read_bytes() == data):
                 file.unlink()
             raise
         for old in self.path.glob("moments-*.safetensors"):

@@ -249,7 +249,9 @@ def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Block]:
 def _block(name: str, tensor: Any) -> Block:
     shape, offset = list(tensor.shape), [0] * tensor.dim()
     if hasattr(tensor, "device_mesh"):
-        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        mesh = tensor.device_mesh
+        if (coordinate := mesh.get_coordinate()) is None:
+            return Block(0, 0, 0, 0)
         # Each dimension of the mesh divides what is left, as `torch.chunk` does; FSDP2 comes after tensor parallelism,
         # though it stands before it. torch's own function for this is wrong there if rows are uneven.
         for d in sorted(range(mesh.ndim), key=lambda d: hasattr(tensor.placements[d], "split_factor")):

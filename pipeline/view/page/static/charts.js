@@ -108,7 +108,7 @@ export class Charts {
     const parts = Object.fromEntries(FATES.map(([name]) => [name, of(name)]));
     const tokens = of("tokens");
     const stacked = FATES.map(() => /** @type {(number|null)[]} */ (new Array(at.length)));
-    const unsaid = at.some((_, n) => parts.pending[n] === null && (tokens[n] ?? 0) > (parts.merged[n] ?? 0));
+    const unsaid = at.some((_, n) => parts.pending[n] === null && (tokens[n] ?? 0) > (parts.merged[n] ?? 0) + (parts.rejected[n] ?? 0));
     put("fate-lacks", unsaid ? "Grey: not merged, before this page read the causes. The legend has their sums at the end." : "");
     at.forEach((_, n) => {
       const told = parts.pending[n] !== null;
