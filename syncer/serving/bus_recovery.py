@@ -75,13 +75,16 @@ class BusRestorer:
             if known is not None and known.phase.rank > found.phase.rank and known.same_part(found):
                 found = await self._bus.write_state(known)
                 self._log.warning("state_put_back", phase=found.phase.value, reason=found.reason)
-        elif known is not None and not self._emptied:
-            self._emptied = True
-            self._log.warning("state_lost", detail="the bus has lost the run's state; restoring it from memory")
-            for owner in self._owners:
-                owner.check_soon()
-            await self.spec()
-        return known if found is None else found
+        elif known is not None:
+            if not self._emptied:
+                self._emptied = True
+                self._log.warning("state_lost", detail="the bus has lost the run's state; restoring it from memory")
+                for owner in self._owners:
+                    owner.check_soon()
+                await self.spec()
+            # Not only by the lead, which may not have read the state in time, and would begin another run.
+            found = await self._bus.write_state(known)
+        return found
 
     async def spec(self) -> None:
         """Check that the bus has this run's spec; put it back if it is gone or was replaced by another one.

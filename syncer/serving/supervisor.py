@@ -228,6 +228,8 @@ class Serving:
         latency = self._clock.now() - began
         state = await lost.state(await self._bus.read_state(), watch.state)
         reports = await lost.reports(found)
+        if state is None:  # a first state is written only if no live learner has trained parameters
+            watch.refresh(reports, None, latency, self._clock.now())
         if self.leads():
             begun = self._checkpoints.begun if self._checkpoints else ""
             state = await self._lead.move(state, begun, "; ".join(self.problems))
