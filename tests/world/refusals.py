@@ -57,12 +57,15 @@ class Refusals:
         self._offered_s: dict[tuple[int, str], float] = {}
         self._written_s: dict[str, float] = {}
         """When something of a payload came last."""
+        self._last_told: dict[tuple[int, str], int] = {}
+        """(fragment, learner) -> the version at which the tape said that it lists no more of its refusals."""
 
     def copy(self) -> "Refusals":
         """Of a history that parts from this one."""
         twin = copy(self)
         twin._gone = [deque(gone, REMEMBERED) for gone in self._gone]
         twin._offered_s, twin._written_s = dict(self._offered_s), dict(self._written_s)
+        twin._last_told = dict(self._last_told)
         return twin
 
     def offered(self, p: int, entry: str) -> None:
@@ -96,12 +99,16 @@ class Refusals:
             closing: the run is closing, or was.
         """
         for entry in refusal.entries if not refusal.records else ():  # nothing was lost by it, so it is not told
-            if (header := state.pending.get(entry)) is not None and not self._renewed(p, state, entry):
+            if (header := state.pending.get(entry)) is None or self._renewed(p, state, entry):
+                continue
+            if self._last_told.get((p, header.learner)) != state.version:
                 yield f"{header.learner}'s on {header.base_version} at {state.version}: untold, but nothing renews it"
         for entry, record in zip(refusal.entries, refusal.records, strict=bool(refusal.records)):
             header = state.pending.get(entry)
             if header is None:
                 continue  # refused before; the bus did nothing
+            if record.last_told:
+                self._last_told[p, record.learner] = record.version
             told = (record.learner, record.incarnation, record.base_version, record.tokens)
             if told != (header.learner, header.incarnation, header.base_version, header.tokens):
                 yield f"the tape tells of {told}, not of {header}"
