@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from diloco.launcher.baseline import baseline_status
-from diloco.launcher.display import cost_words, render
+from diloco.launcher.display import cost_words, render, say
 from diloco.launcher.locate import REPORT_FILE, Place, locate
 from diloco.launcher.page import PAGE_FILE, redis_route
 from diloco.launcher.report import read_report, summary
@@ -252,6 +252,7 @@ def _put(console: Console, found: _RunInfo, as_json: bool, price: float | None) 
         typer.echo(found.as_json(price))
         return
     for part in found.as_text(price):
-        # A terminal breaks a report's lines between words. A command or an address can be copied only if it is whole.
-        of_report = isinstance(part, Text) and "\n" in part.plain and console.is_terminal
-        console.print(part, soft_wrap=isinstance(part, Text) and not of_report)
+        if isinstance(part, Text) and "\n" in part.plain:  # a report
+            say(part, console)
+        else:  # a command or an address can be copied only if it is whole
+            console.print(part, soft_wrap=isinstance(part, Text))
