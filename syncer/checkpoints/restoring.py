@@ -67,8 +67,12 @@ async def restore_checkpoint(
         if head.version != mine.version or head.digest != await offload(_digest, checkpoint, p, spec):
             raise UsageError(f"the run has already been started: {taken(bus)}")
     if not any(heads):
-        state = checkpoint.state.model_copy(update=_sums(checkpoint))
-        await bus.write_state(state if finished else _restored_run(checkpoint, spec, clock))
+        run = (
+            checkpoint.state.model_copy(update=_sums(checkpoint))
+            if finished
+            else _restored_run(checkpoint, spec, clock)
+        )
+        await bus.write_state(run)
         try:
             await _restore_data(bus, checkpoint)
         except (BadMessage, UsageError) as error:  # no learner reads data before there is a head

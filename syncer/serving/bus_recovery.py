@@ -58,7 +58,7 @@ class BusRestorer:
         return [*found, *gone.values()]
 
     async def state(self, found: RunState | None, known: RunState | None) -> RunState | None:
-        """Return the run's state, or the last known one if the bus has lost it.
+        """Return the run's state; put back the last known one if the bus has lost it.
 
         In that case the bus may have lost everything, so the owners check their heads, and the spec is put back. If the
         bus has only lost that the run should end, the later phase is written again, because learners may have left on
