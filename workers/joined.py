@@ -8,8 +8,9 @@ it joins and leaves.
 | training | the model, its optimizer, and `Training`: counters, parameters, the moments' keeper |
 | exchange | the bus, and `Exchange`: queued deltas, bases, encoding errors, reports, shards |
 
-They meet in three places. `Shared` has fields with one writer each, so it needs no lock. `ExchangeThread.call` passes
-deltas on. The exchange thread reads the counters for reports, which `Rounds` replaces as a whole.
+They meet in three places. `Shared` needs no lock, since each of its fields has one writer, or one thread that sets it
+and one that takes it. `ExchangeThread.call` passes deltas on. For reports, the exchange thread reads what the training
+thread replaces as a whole: the counters of `Rounds`, versions, losses and times.
 
 A delta's way from `Learner.step` to the bus leads through five objects: `JoinedLearner` orders a step, `Rounds` decides
 what is published, `ExchangeThread` carries the snapshot over, `Publishing` sends the header, and a `Carrier` encodes
@@ -74,8 +75,8 @@ class JoinedLearner:
         rounds.trained(tokens)
         adopted = self.adopt()
         if healed := shared.heal:
-            shared.heal = False
             self._heal()
+            shared.heal = False
         if shared.offer_again:
             shared.offer_again = False
             rounds.offer_again()
@@ -110,7 +111,11 @@ class JoinedLearner:
         training.rounds.in_part(self.shared.state)
         for p in arrived:
             base = adoptions.pop(p)
-            training.parameters.overwrite(p, base.values)
+            try:
+                training.parameters.overwrite(p, base.values)
+            except BaseException:  # such as a lack of memory, which a loop may survive: try again at the next step
+                adoptions.setdefault(p, base)  # unless a newer one has arrived
+                raise
             training.rounds.adopt(base)
         return bool(arrived)
 
@@ -125,9 +130,17 @@ class JoinedLearner:
         """
         training = self.training
         snapshot = training.on_device or (lambda p: training.parameters.snapshot(p).numpy)
-        items = [(publication, snapshot(publication.base.fragment)) for publication in publications]
-        if items or adopted:
-            self.thread.call(self.exchange.publishing.queue, items, adopted)
+        items = list[tuple[Publication, Snapshot]]()
+        try:
+            for publication in publications:
+                try:
+                    items.append((publication, snapshot(publication.base.fragment)))
+                except BaseException:
+                    training.rounds.not_copied(publication)
+                    raise
+        finally:  # even after an error: what has been copied counts as published
+            if items or adopted:
+                self.thread.call(self.exchange.publishing.queue, items, adopted)
 
     def abort(self, error: BaseException) -> bool:
         """Return whether this error of the loop ends the learner without `leave`; ranks cannot leave one by one."""

@@ -26,6 +26,7 @@ overwritten by it, and is counted as overwritten.
 | PUBLISHED | publications | on the bus, and enough was trained since | PUBLISHED | a renewal |
 | PUBLISHED | publications | on its way, and enough was trained since | PUBLISHED | nothing |
 | PUBLISHED | publications | the window reopened without it | PUBLISHED | the next attempt |
+| PUBLISHED | not_copied | | AGAIN | nothing |
 | PUBLISHED | offer_again | | AGAIN | nothing |
 | NO_BASE or TRAINING or DUE or AGAIN | offer_again | | unchanged | nothing |
 | NO_BASE | last | | NO_BASE | nothing |
@@ -243,6 +244,11 @@ class Rounds:
         for f in self._fragments:
             if f.state is State.PUBLISHED:
                 f.state = State.AGAIN
+
+    def not_copied(self, publication: Publication) -> None:
+        """Take back that a delta is published: copying its values failed, and the loop may survive that error."""
+        self._fragments[publication.base.fragment].state = State.AGAIN
+        self._held.pop(publication.serial, None)
 
     def trained(self, tokens: int) -> None:
         """Count one inner step of the whole model; tokens: 0 if there was nothing to train on."""

@@ -655,3 +655,34 @@ def test_a_proposal_that_a_checkpoint_took_the_place_of_is_made_anew(redis_serve
     with a_syncer(redis_server, "proposed-anew"):
         learner.join(HANGING_S)
     assert joined == [7]
+
+
+@pytest.mark.parametrize("copies", ["snapshot", "overwrite"])
+def test_a_loop_that_survives_a_lack_of_memory_in_a_step_goes_on_in_every_fragment(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch, copies: str
+) -> None:
+    """A copy fails once, of the second fragment: its delta is published at a later step, its global adopted then."""
+    run, turns = f"survives-{copies}", SYNC.model_copy(update={"fragments": 2, "sync_interval": 2})
+    failed = 0
+
+    def fails_once(p: int, *values: Any) -> Any:
+        nonlocal failed
+        if p and not failed:
+            failed += 1
+            raise torch.OutOfMemoryError("no memory")
+        return copied(p, *values)
+
+    with a_syncer(redis_server, run), learner_of(redis_server, run, sync=turns) as learner:
+        rounds, parameters = learner.joined.training.rounds, learner.joined.training.parameters
+        copied = getattr(parameters, copies)
+        monkeypatch.setattr(parameters, copies, fails_once)
+        deadline = time.monotonic() + HANGING_S
+        while not failed or min(rounds.versions) < 5:
+            assert time.monotonic() < deadline, rounds.versions
+            try:
+                learner.step(1)
+            except torch.OutOfMemoryError:
+                before = rounds.versions
+            time.sleep(0.01)
+    assert failed
+    assert max(before) < 5

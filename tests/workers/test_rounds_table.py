@@ -72,6 +72,13 @@ def steps(rounds: Rounds, count: int, tokens: int = 10) -> list[Publication]:
     return []
 
 
+def not_copied(rounds: Rounds) -> list[Publication]:
+    f = rounds._fragments[0]
+    assert f.base is not None
+    rounds.not_copied(Publication(f.base, 0, rounds.deltas, f.steps, f.tokens, due=True))
+    return []
+
+
 def offered_again(rounds: Rounds) -> list[Publication]:
     rounds.offer_again()
     return []
@@ -125,6 +132,7 @@ CASES: dict[tuple[str, str], Callable[[Rounds], list[Publication]]] = {
     ("publications", "on the bus, and enough was trained since"): lambda rounds: uploaded(rounds, MIN_RENEWED),
     ("publications", "on its way, and enough was trained since"): lambda rounds: after(rounds, None, MIN_RENEWED),
     ("publications", "the window reopened without it"): lambda rounds: after(rounds, REOPENED),
+    ("not_copied", ""): not_copied,
     ("offer_again", ""): offered_again,
     ("last", ""): left_early,
     ("last", "no token"): left,
@@ -149,7 +157,8 @@ def test_every_row_has_a_case_and_every_case_a_row() -> None:
     assert {row.state for row in rows()} == set(State)
     assert {row.next for row in rows()} == set(State)
     assert {(row.state, row.event) for row in rows()} == {
-        (state, event) for state in State for event in ("adopt", "trained", "publications", "offer_again", "last")
+        (State.PUBLISHED, "not_copied"),
+        *((state, event) for state in State for event in ("adopt", "trained", "publications", "offer_again", "last")),
     }
 
 

@@ -1,4 +1,4 @@
-"""The fields in which a learner's training thread and exchange thread meet; each has one writer. Pure."""
+"""The fields in which a learner's training thread and exchange thread meet. Pure."""
 
 import queue
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from diloco.workers.rounds import Base, OpenWindow
 
 @dataclass(slots=True)
 class Shared:
-    """The state that the two threads share. Each field has one writer, so none needs a lock."""
+    """The state that the two threads share, without a lock: only single operations on a field are atomic."""
 
     # written by the exchange
     adoptions: dict[int, Base] = field(default_factory=dict)
