@@ -1,7 +1,7 @@
 """Making the next version from a window's deltas (asyncio): their sum, the outer step, its payloads, the commit.
 
 Deltas are summed as they complete, while others are still awaited. When a window closes, only about one delta is
-therefore left to sum, not all. No cached state changes before the commit has succeeded.
+therefore left to sum, not all. The cached head and values change only once the commit has succeeded.
 """
 
 import asyncio
@@ -238,7 +238,7 @@ class Committing:
                 commit may have succeeded on the bus.
         """
         merged, published, outer_s = await self._step(loaded, deltas)
-        if not merged.finite:
+        if published is None:
             return None
         record = self._record(loaded, merge, merged, began)
         self._merges.observe(record.merge_s, outer_s)
@@ -259,12 +259,12 @@ class Committing:
         )
         return record
 
-    async def _step(self, loaded: Loaded, deltas: Sequence[Delta]) -> tuple[Merged, Published, float | None]:
+    async def _step(self, loaded: Loaded, deltas: Sequence[Delta]) -> tuple[Merged, Published | None, float | None]:
         """Merge and take the outer step, while the finished part of the outcome is uploaded.
 
         Returns:
-            The outcome; its payloads; and the duration of the step including any wait for a free thread, s, or None if
-            the learners were only averaged.
+            The outcome; its payloads, or None if it is not finite; and the duration of the step including any wait for
+            a free thread, s, or None if the learners were only averaged.
         """
         context, fragment = self._context, loaded.fragment
         total = await self.sum.take(deltas)
@@ -275,7 +275,7 @@ class Committing:
             outer_s = context.clock.now() - began if fragment.outer(deltas).mu else None
             if context.recorder is not None and merged.finite:
                 await context.recorder.merge(fragment, deltas, merged)
-            return merged, await uploaded(), outer_s
+            return merged, await uploaded() if merged.finite else None, outer_s
 
     def _record(self, loaded: Loaded, merge: Merge, merged: Merged, began: float) -> Committed:
         return Committed(

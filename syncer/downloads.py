@@ -109,13 +109,13 @@ class Arrivals:
             for entry in entries:
                 learner, after_id = parse_offer_id(entry.entry_id)
                 if learner not in flooding:
-                    after = {**after, learner: after_id}
+                    after[learner] = after_id
                     self._wake.set()  # before `put` too, which blocks while the queue is full and nobody empties it
                     await self._arrived.put(entry)
                     self._wake.set()
             if flooding:
                 await self._cut.wait()
-                after = {**after, **{learner: self._looked.get(learner, START) for learner in flooding}}
+                after |= {learner: self._looked.get(learner, START) for learner in flooding}
                 await asyncio.sleep(TIMES.flooded_s)
 
 
@@ -203,10 +203,11 @@ class Downloads:
         """Yield the downloads that have ended, oldest first. A sound delta stays in `deltas` until it is forgotten."""
         while self.outcomes:
             offer, outcome = self.outcomes.popleft()
-            if known := self._known.get(offer.entry_id):
-                known.task = None
-                if isinstance(outcome, Delta):
-                    self.deltas[offer.entry_id] = outcome
+            if (known := self._known.get(offer.entry_id)) is None:
+                continue  # it was refused meanwhile
+            known.task = None
+            if isinstance(outcome, Delta):
+                self.deltas[offer.entry_id] = outcome
             yield offer, outcome
 
     async def as_merged(self, offers: Iterable[Offer]) -> list[Delta]:

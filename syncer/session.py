@@ -230,9 +230,10 @@ class Session:
             deadline_unix_s=None if until is None else self._clock.unix() + until - now,
         )
         changed = view.model_copy(update={"deadline_unix_s": before.deadline_unix_s}) != before
-        if not changed or isinstance(decision, Merge):
+        merges = isinstance(decision, Merge)
+        if not changed or (merges and view.merge_s < TIMES.shown_merge_s):
             return
-        opened = window.state.value != "idle" and (before.state == "idle" or before.attempt != view.attempt)
+        opened = not merges and view.state != "idle" and (before.state == "idle" or before.attempt != view.attempt)
         record = None
         if opened:
             self._log.debug("window_opened", attempt=window.attempt, reason=decision.reason)

@@ -27,6 +27,7 @@ class SyncerTimes:
     first_grace_s: float = 2.0  # the grace before there are estimates
     max_grace_s: float = 60.0  # a step of the slowest machines in serious use; slower learners get into some windows
     first_upload_s: float = 30.0  # the deadline of uploads before one was measured
+    shown_merge_s: float = 1.0  # a merge that takes as long is shown on the head, which costs a write
     min_upload_s: float = 1.0  # the shortest deadline: machines are busy. A learner killed in it delays a merge
 
     # Beginning, and putting back.

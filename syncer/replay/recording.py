@@ -32,7 +32,7 @@ from diloco.pipeline.files.writable import error_text
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.fragment import Contribution
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FirstFormat, FragmentId, Message, Seconds, Version
+from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FirstFormat, FragmentId, Measure, Message, Version
 from diloco.pipeline.payload.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
@@ -65,7 +65,7 @@ class MergeHeader(Message):
     """The contributions, in the order in which they were summed."""
     deltas: tuple[Digest, ...]
     """Digest of each delta's values."""
-    norm: Seconds
+    norm: Measure
     """L2 norm of the pseudogradient."""
     orthogonal: Digest | None = None
     """Digest of the orthogonalised step; None for a step that orthogonalises nothing."""

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import AsyncMock
@@ -294,3 +294,33 @@ async def test_a_syncer_started_on_a_finished_run_saves_it_and_ends_at_once(tmp_
     await world.finish()
     assert await world.bus.read_state() == finished
     assert load_checkpoint(tmp_path).state.phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize("merge_s", [0.2, 5.0])
+@in_virtual_time
+async def test_the_head_says_that_a_long_merge_is_in_progress(monkeypatch: pytest.MonkeyPatch, merge_s: float) -> None:
+    """Otherwise it would seem to wait for uploads. Of a short merge nothing is written: that would lengthen it."""
+    merging = False
+
+    async def slowly(work: Callable[..., Any], *args: Any) -> Any:
+        nonlocal merging
+        merging = getattr(work, "__name__", "") == "merge"
+        await asyncio.sleep(merge_s if merging else 0)
+        merging = False
+        return work(*args)
+
+    monkeypatch.setattr("tests.virtual_run.inline", slowly)
+    world = VirtualRun(sync_spec(tokens=10**9, fragments=1))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(3)
+    shown = set()
+    for _ in range(1000):
+        await asyncio.sleep(0.02)
+        (head,) = await world.heads()
+        if merging:
+            shown.add(head.window.state)
+    assert ("merging" in shown) is (merge_s > 1)
+    assert head.version > 3
+    await end(*learners)
+    await world.kill_syncer()

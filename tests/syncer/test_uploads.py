@@ -104,6 +104,22 @@ async def test_a_payload_that_is_here_is_told_again_for_the_next_window() -> Non
     await downloads.close()
 
 
+@in_virtual_time
+async def test_what_was_refused_before_it_was_told_is_not_told() -> None:
+    """It came after the deadline for which it was refused: its learner would otherwise count as one in time."""
+    clock, store = VirtualClock(), MemoryStore()
+    bus = MemoryBus("r", clock, store)
+    downloads, offer = downloads_on(bus, clock), offer_of(1)
+    downloads.start([offer])
+    await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
+    while not downloads.outcomes:
+        await asyncio.sleep(0.01)
+    downloads.forget([offer.entry_id])
+    assert list(downloads.ended()) == []
+    assert not downloads.deltas
+    await downloads.close()
+
+
 @pytest.mark.parametrize("kind", get_args(Codec))
 @in_virtual_time
 async def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(

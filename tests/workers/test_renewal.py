@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.errors import BadMessage, BusError, BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.workers.rounds import Base, Publication, Rounds
 from diloco.workers.times import TIMES
@@ -114,27 +115,64 @@ async def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does()
     await end(learner)
 
 
-class Forgetful(VirtualLearner):
-    """Its reads of the tape fail when told to."""
+@in_virtual_time
+async def test_a_renewal_whose_header_meets_a_damaged_key_is_followed_by_another_one() -> None:
+    """The one that it was to replace stays, and the next one contains its training too."""
+    world = VirtualRun(sync_spec(fragments=1, tokens=10**9))
+    world.start_syncer()
+    learner = Noting("l0", world)
+    learner.start()
+    await world.until_version(2)
+    assert world.syncer is not None
+    await world.kill_syncer()
+    bus: Any = learner.bus
+    offer, failed = bus.offer, list[int]()
 
-    fails = False
+    async def damaged(header: Any, renews: str = "") -> str:
+        if renews and not failed:
+            failed.append(header.serial)
+            raise BadMessage("the key holds something else")
+        entry: str = await offer(header, renews)
+        return entry
+
+    bus.offer = damaged
+    await asyncio.sleep(20)
+    newest = max(offered.header.serial for offered in await world.bus.read_offers(0) if offered.header)
+    assert failed
+    assert newest > failed[0] + 1
+    await end(learner)
+
+
+class Forgetful(VirtualLearner):
+    """Its reads of the tape fail when told to; afterwards, one question for the tape's end may be refused."""
+
+    fails = refused = False
 
     def connect(self) -> Bus:
         bus: Any = super().connect()
-        read_tape = bus.read_tape
+        read_tape, tape_end = bus.read_tape, bus.tape_end
 
         async def read(*args: Any) -> Any:
             if self.fails:
                 raise BusUnavailable("away")
             return await read_tape(*args)
 
-        bus.read_tape = read
+        async def end_of_tape() -> Any:
+            if self.fails:
+                raise BusUnavailable("away")
+            if self.refused:
+                self.refused = False
+                raise BusError("refused")
+            return await tape_end()
+
+        bus.read_tape, bus.tape_end = read, end_of_tape
         connected: Bus = bus
         return connected
 
 
+@pytest.mark.parametrize("refused", [False, True])
 @in_virtual_time
-async def test_after_an_outage_of_the_bus_deltas_are_offered_again_at_once() -> None:
+async def test_after_an_outage_of_the_bus_deltas_are_offered_again_at_once(refused: bool) -> None:
     """It may have lost them. They are not left until they would be renewed, half an interval of 200 steps later."""
     world = VirtualRun(sync_spec(fragments=1, sync_interval=200, quorum=2, tokens=10**9))
     world.start_syncer()
@@ -146,9 +184,9 @@ async def test_after_an_outage_of_the_bus_deltas_are_offered_again_at_once() -> 
 
     while not (before := await newest()):
         await asyncio.sleep(0.1)
-    learner.fails, steps = True, learner.rounds.steps
+    learner.fails = True
     await asyncio.sleep(3)  # longer than a read of the tape waits
-    learner.fails = False
+    learner.fails, learner.refused, steps = False, refused, learner.rounds.steps
     while await newest() == before:
         await asyncio.sleep(0.1)
     assert learner.rounds.steps - steps < 50

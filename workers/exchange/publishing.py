@@ -78,11 +78,12 @@ class Publishing(Generic[S]):
         while True:
             wake.clear()  # before looking: a delta queued after the look sets it again, so the wait below ends at once
             mine = [key for key in self._headers if key[0] % lanes == lane]
-            key = next((key for key in mine if retries.choose([key[0]], clock.now())[0] is not None), None)
+            now = clock.now()
+            key = next((key for key in mine if retries.choose([key[0]], now)[0] is not None), None)
             if key is not None:
                 retries.tried(key[0], await self._offer_one(key, self._headers.pop(key)), clock.now())
                 continue
-            _, wait_s = retries.choose({p for p, *_ in mine}, clock.now())
+            _, wait_s = retries.choose({p for p, *_ in mine}, now)
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await wake.wait()
@@ -164,7 +165,7 @@ class Publishing(Generic[S]):
                 await member.outages.retry(self._send_header, publication)
             except BadMessage as error:  # the renewed delta stays; the next one will contain this one's training too
                 member.outages.log_error(error, fragment=p)
-                return
+                takes_its_place = False
         # A delta of use that is not whole was refused early, perhaps without a new attempt being asked for. It counts
         # as uploaded, since otherwise it would never be renewed.
         if whole or self._can_still_merge(publication):

@@ -229,7 +229,11 @@ class Following:
         outages, bus = self._member.outages, self._member.bus
         gap, outages.gap = outages.gap, False
         # The tape's end is taken before all heads are read: whatever changes after that is on the tape behind it.
-        cursors = await bus.tape_end()
+        try:
+            cursors = await bus.tape_end()
+        except BaseException:
+            outages.gap |= gap
+            raise
         self._look_at_all_s = 0.0
         if gap:
             self._shared.offer_again = True  # a restarted bus may have lost its last second, acknowledged or not
