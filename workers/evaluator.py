@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.errors import BusError, DilocoError, UsageError, outage_event
+from diloco.pipeline.errors import BusError, DilocoError, NotPermitted, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.interrupts import without_traceback
 from diloco.pipeline.settings import BusSettings, load
@@ -73,8 +73,8 @@ class Evaluator:
 
         It waits for the network and for `loss_fn`. If nothing has changed since the last measurement, it returns that
         one. Random number generators continue as if nothing had been drawn: Python's, numpy's, and torch's of the host
-        and of the copy's GPU. It returns None if the run has no parameters yet, or if Redis does not answer, which is
-        logged.
+        and of the copy's GPU. It returns None if the run has no parameters yet, or if Redis does not answer or does not
+        permit it, which is logged.
 
         Raises:
             SpecMismatch: the run has another model.
@@ -110,7 +110,10 @@ class Evaluator:
                 return None if spec is None else await self._of(spec).measure(bus)
         except BusError as error:
             structlog.get_logger().warning(outage_event(error), error=str(error), detail="nothing was evaluated")
-            return None
+        except NotPermitted as error:  # only logged: a training program must not end because it cannot be measured
+            detail = "nothing was evaluated: Evaluator needs redis_url= with the user `evaluator`"
+            structlog.get_logger().error("evaluation_refused", error=error.problem, detail=detail)
+        return None
 
     async def _follow(self) -> None:
         stop = asyncio.Event()

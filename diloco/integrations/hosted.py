@@ -142,8 +142,8 @@ class Hosted:
         loss, self._loss = self._loss, None
         return loss
 
-    def end(self, longer: str) -> None:
-        """Leave the run (`leave`), and put the run's values into the model.
+    def end(self, longer: str) -> bool:
+        """Leave the run (`leave`), and put the run's values into the model; return whether the run is over.
 
         Raises:
             DilocoError: raised by `close` or `load_globals`.
@@ -153,6 +153,7 @@ class Hosted:
         learner.load_globals()
         detail = "the model now has the run's values"
         structlog.get_logger().info("globals_loaded", learner=learner.id, finished=over, detail=detail)
+        return over
 
     def leave(self, longer: str) -> bool:
         """Leave the run and return whether it is over; log a warning if it is not.
@@ -263,7 +264,7 @@ class HostedCallback(Host):
             step_tokens: tokens that an optimizer step trains, all of its micro-batches together: a number, or a
                 function that returns it. Default: see the class.
             schedule: arguments of `Learner.progress_schedule`, which then sets the learning rates.
-            evaluator: measures the run's model whenever the trainer has evaluated its own.
+            evaluator: measures the run's model whenever the trainer has evaluated its own, and once the run is over.
             learner: arguments of `Learner`: run, tokens (of the whole run), redis_url, state_dir, sync and others.
 
         Raises:
@@ -272,3 +273,7 @@ class HostedCallback(Host):
         """
         check_schedule(schedule)
         self._hosted, self._schedule, self._evaluator = Hosted(step_tokens, learner), schedule, evaluator
+
+    def _end(self, longer: str) -> None:
+        if self._hosted.end(longer) and self._evaluator is not None:
+            self._evaluator.evaluate()  # the trainer has evaluated before the last merges

@@ -86,7 +86,7 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the run, and put its values into the module."""
-        self._hosted.end(f"raise max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}")
+        self._end(f"raise max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the run; save the learner's state only if the process was asked to end, by a signal or Ctrl-C.

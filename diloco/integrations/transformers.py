@@ -82,4 +82,4 @@ class DilocoCallback(HostedCallback, TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the run, and put its values into the model."""
-        self._hosted.end(f"raise max_steps={state.max_steps} (or the epochs)")
+        self._end(f"raise max_steps={state.max_steps} (or the epochs)")

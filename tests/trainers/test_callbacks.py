@@ -18,6 +18,7 @@ from diloco.workers.exchange import carrier
 from tests.trainers import scripts
 from tests.trainers.scripts import ACCUMULATE, LENGTH, MICRO, STEP_TOKENS, llama
 from tests.workers.test_device_encoding import a_syncer
+from tests.workers.test_evaluator_library import evaluations
 from tests.workers.test_learner_life import on_bus, reports, threads
 
 pytestmark = [
@@ -94,6 +95,25 @@ def test_a_trainers_evaluation_brings_the_loss_of_the_runs_model(redis_server: s
     found: dict[str, float] = {}
     ours.on_evaluate(None, None, None, metrics=found)
     assert found["eval_global_loss"] == pytest.approx(loss(model.eval()), rel=1e-3)
+
+
+def test_a_run_that_ends_in_a_trainer_has_the_loss_of_its_last_model(redis_server: str, tmp_path: Path) -> None:
+    """Whenever the trainer evaluated last: here never."""
+    from diloco import Evaluator
+
+    run, model, rows = f"last-{tmp_path.name}", llama(), scripts.Rows("hf")
+    held_out = torch.stack([rows[0]["input_ids"], rows[1]["input_ids"]])
+
+    def loss(model: Any) -> float:
+        return float(model(input_ids=held_out, labels=held_out).loss)
+
+    with a_syncer(redis_server, run):
+        evaluator = Evaluator(model, loss, run=run, redis_url=redis_server)
+        ours = diloco(redis_server, run, tokens=4 * STEP_TOKENS, evaluator=evaluator)
+        hf_trainer(tmp_path, 10**6, [ours], model).train()
+        (last,) = evaluations(redis_server, run)
+    assert last.final
+    assert last.loss == pytest.approx(loss(model.eval()), rel=1e-3)
 
 
 def test_a_trainer_that_resumes_has_the_runs_parameters_and_its_checkpoints_moments(

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
 from diloco import Evaluator, Learner
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
-from diloco.pipeline.errors import RunReplaced, SpecMismatch, UsageError
+from diloco.pipeline.errors import NotPermitted, RunReplaced, SpecMismatch, UsageError
 from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.retry import Backoff
 from diloco.pipeline.settings import SyncSettings
@@ -183,6 +184,22 @@ def test_in_a_loop_it_follows_what_is_merged(redis_server: str, run: str) -> Non
     assert kept == [loss for i, loss in enumerate(measured_once) if i == 0 or loss != measured_once[i - 1]]
     assert len(kept) > 3
     assert kept[-1] < kept[0]
+
+
+def test_a_user_that_may_not_measure_ends_no_training(
+    redis_server: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told which user it needs."""
+
+    async def refused(bus: Any) -> None:
+        raise NotPermitted("no rights for key rest", "use another user", "NOPERM")
+
+    monkeypatch.setattr("diloco.workers.evaluator.read_run", refused)
+    with capture_logs() as logs:
+        assert Evaluator(made(), loss_of, run=run, redis_url=redis_server).evaluate() is None
+    (told,) = logs
+    assert (told["event"], told["error"]) == ("evaluation_refused", "no rights for key rest (NOPERM)")
+    assert "`evaluator`" in told["detail"]
 
 
 def test_it_outlives_redis(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
