@@ -17,7 +17,7 @@ from diloco.pipeline.process.interrupts import restore_keyboard_interrupt
 
 
 class Entry(NamedTuple):
-    """One command of the table."""
+    """A row of the command table: one subcommand."""
 
     where: str
     """Place of the command as "module:attribute": a function that typer can read, or a group (`typer.Typer`)."""

@@ -40,7 +40,7 @@ def round_bytes(elements: float, learners: int, codec: Codec) -> float:
 
 
 def offered_bytes(elements: float) -> float:
-    """Return the part of `redis_bytes` for offers of moments.
+    """Return the share of `redis_bytes` that offers of moments take.
 
     A learner whose moments exceed `MAX_OFFERED_BYTES` makes no offer.
     """

@@ -53,7 +53,7 @@ class Refusals:
         await self._bus.refuse(self._p, refusal)
 
     async def cut(self, at: tuple[int, bytes], learner: str) -> None:
-        """Refuse all but the last headers of a learner that floods its stream, unread and in one step.
+        """Refuse all but the last headers of a learner that floods its stream, unread and atomically.
 
         Raises:
             BusError: see `Bus.refuse`.

@@ -31,7 +31,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for wrapped, parameter in model.named_parameters():
         name = _plain(wrapped, wrappers)
         if name in seen:
-            raise UsageError(f"two parameters are {name} without their wrappers: rename one, or unwrap the model")
+            raise UsageError(f"two parameters are named {name}, wrappers left out: rename one, or unwrap the model")
         seen.add(name)
         yield name, parameter
 

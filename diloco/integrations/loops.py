@@ -101,8 +101,8 @@ class RunLoader(Host):
             return
         if self._hosted.learner is not None:
             raise UsageError(
-                "a pass over this loader is in progress: close() its iterator to start another pass, and use the "
-                "plain loader for anything else"
+                "this loader is being iterated already: close() that iterator before you start another pass, or "
+                "iterate over the loader that it wraps"
             )
         self._held, pid = 0, os.getpid()
         with self._hosted.begin(self._model, self._optimizers, self._take_tokens) as learner:

@@ -343,8 +343,8 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     own = settings.out is not None and goes_on(settings, settings.out)
     if settings.tokens <= checkpoint.state.counted_tokens and not own:
         raise UsageError(
-            f"{checkpoint.folder} has trained {trained} tokens, but the budget is {settings.tokens}: pass a larger "
-            "one with --tokens (trained tokens, including the earlier part)"
+            f"the checkpoint {checkpoint.folder} is at {trained} tokens, but the budget is {settings.tokens}: pass a "
+            "larger --tokens, which includes the earlier part"
         )
     known = in_whole_tokens(known_elements(checkpoint), checkpoint.layout.elements, trained)
     origin = Origin(str(checkpoint.folder), trained, *known)

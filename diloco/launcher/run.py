@@ -81,7 +81,7 @@ MOMENTS = {
 
 
 class Launcher:
-    """One run, from its first process to its last."""
+    """Starts, watches and ends the processes of one run on this machine."""
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ class Notes:
         self._written = dict(self._last)
 
     def save(self) -> None:
-        """Save the notes; the tracker must have stored all points that are noted as written."""
+        """Save the notes. Call this only once the tracker has stored all points that are noted as written."""
         notes = {"run": self.run, "began_unix_s": self._began_s, "life": self.life, "last": self._written}
         replace(self._file, [dumps(notes).encode()])
 

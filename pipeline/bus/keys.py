@@ -132,7 +132,7 @@ class RunKeys:
 
     @property
     def moments_offer(self) -> str:
-        """msgpack `MomentsOffer`: a complete upload of moments; expires."""
+        """Key of the `MomentsOffer` (msgpack) that announces a complete upload of moments; expires."""
         return self._of_run("moments-offer")
 
     def moments_payload(self, p: int, name: str, nonce: str) -> str:
@@ -176,7 +176,7 @@ class RunKeys:
         return self._of_group(self.group(p), f"global:{p}:{version}:{nonce}")
 
     def rest_payload(self, p: int, version: int, nonce: str) -> str:
-        """Stream of the chunks that hold what a global lacks of the exact values; no learner reads it."""
+        """Stream of the low-order halves that make a bf16 global's float32 values exact; no learner reads it."""
         return self._of_group(self.group(p), f"rest:{p}:{version}:{nonce}")
 
     def momentum_payload(self, p: int, version: int, nonce: str) -> str:

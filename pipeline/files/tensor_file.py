@@ -88,7 +88,7 @@ def _mapped(data: memoryview, entry: _Entry) -> Tensor:
         raise ValueError("a tensor's bytes lie outside the file")
     bits = _BITS.get(entry.dtype)
     if min(entry.shape, default=0) < 0 or (bits and 8 * (end - begin) != bits * math.prod(entry.shape)):
-        raise ValueError(f"{end - begin} bytes do not make a tensor {entry.dtype} {entry.shape}")
+        raise ValueError(f"a tensor of type {entry.dtype} and shape {entry.shape} cannot have {end - begin} bytes")
     return Tensor(entry.dtype, entry.shape, end - begin, lambda: data[begin:end])
 
 

@@ -64,7 +64,7 @@ PartyId = Annotated[str, Field(pattern=f"^{PARTY}$", max_length=MAX_NAME_CHARS)]
 
 
 def party_name(name: str) -> str:
-    """Check the name of a run, a learner or a syncer as a user gives it, and return it.
+    """Validate a user-given name of a run, a learner or a syncer, and return it unchanged.
 
     Raises:
         ValueError: it is not a valid name.

@@ -376,7 +376,7 @@ class PayloadReader:
         if self.complete or chunk.index != self.received:
             raise BadPayload(f"chunk {chunk.index} came, but {self.received} of {self.expected} was expected")
         if len(chunk.data) != size:
-            raise BadPayload(f"chunk {chunk.index} has {len(chunk.data)} bytes, but {size} by the spec")
+            raise BadPayload(f"chunk {chunk.index} has {len(chunk.data)} bytes, but the spec requires {size}")
         return chunk.data, chunk.digest, chunk.total
 
     @property

@@ -14,7 +14,7 @@ OWN = Path("/proc/self/cgroup")
 
 
 class Limits(NamedTuple):
-    """Limits; inf if none is set or none can be read."""
+    """The cgroup's limits; inf where none is set or none can be read."""
 
     memory_bytes: float
     cores: float

@@ -95,11 +95,11 @@ def place_of(place: str | Path) -> Place:
         raise UsageError(f"{place}: give only the folder, {path or '/path'}")
     if protocol not in STORES:
         raise UsageError(
-            f"{place}: if a syncer is killed, it might leave a partial file in this kind of store; use a folder, "
-            "s3://bucket/path or gs://bucket/path"
+            f"{place}: this kind of store is not supported, since a killed syncer may leave a partial file in it; use "
+            "a folder, s3://bucket/path or gs://bucket/path"
         )
     if not path.strip("/") or path.startswith("/"):
-        raise UsageError(f"{place}: add a bucket, {protocol}://bucket/path")
+        raise UsageError(f"{place} names no bucket: use {protocol}://bucket/path")
     package, extra = STORES[protocol]
     try:
         fsspec = importlib.import_module("fsspec")

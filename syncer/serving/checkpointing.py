@@ -76,7 +76,7 @@ class Checkpoints:
                 await self._save(self._served())
 
     def see(self, state: RunState | None) -> None:
-        """Look for a checkpoint that has begun. One that had begun before the first check is ignored."""
+        """Take the run's newest state; take part in a checkpoint that another syncer has begun since the last call."""
         if state is not None:
             self._settle(state)
         name = "" if state is None else state.checkpoint

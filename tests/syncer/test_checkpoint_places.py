@@ -205,7 +205,7 @@ def test_a_store_where_half_a_file_might_lie_is_refused_at_once(address: str) ->
     ("address", "said"),
     [
         ("s3:/oops", r"two slashes, s3://oops, or a folder as \./s3:/oops"),
-        ("s3:///oops/x", "add a bucket"),
+        ("s3:///oops/x", "names no bucket"),
         ("file:///tmp/x", "give only the folder, /tmp/x"),
         ("file:/tmp/x", "two slashes"),
         ("file://", "give only the folder, /path"),

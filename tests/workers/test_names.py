@@ -114,7 +114,7 @@ def test_names_that_only_look_like_a_wrappers_stay() -> None:
 def test_two_parameters_of_one_name_are_refused() -> None:
     odd = nn.Module()
     odd._orig_mod, odd.weight = nn.Linear(1, 1, bias=False), nn.Parameter(torch.ones(1))
-    with pytest.raises(UsageError, match="two parameters are weight without their wrappers"):
+    with pytest.raises(UsageError, match="two parameters are named weight, wrappers left out"):
         list(named_parameters(odd))
 
 

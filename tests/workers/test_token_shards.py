@@ -294,7 +294,7 @@ def test_folders_globs_and_files_are_read_in_order(tmp_path) -> None:
     for text in (f"{tmp_path}/*.md", f"{tmp_path}/nothing"):
         with pytest.raises(UsageError, match="nothing matches it"):
             open_sources([text], "text", False)
-    with pytest.raises(UsageError, match="has no text: 1 files"):
+    with pytest.raises(UsageError, match="has no readable text: 1 files"):
         open_sources([f"{tmp_path}/picture"], "text", False)
 
 

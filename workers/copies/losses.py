@@ -27,7 +27,7 @@ class Loss(Protocol):
     """The loss of one step, perhaps still on its way to host memory. Any thread may use it."""
 
     def ready(self) -> bool:
-        """Return True if `number` would not wait."""
+        """Return True if `number` would not block."""
 
     def number(self) -> float:
         """Return the loss; may wait for a device.

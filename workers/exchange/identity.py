@@ -92,9 +92,9 @@ class Identity:
                 heard, last, quiet_since = heard + (last is not None), told, self._clock.now()
             if heard >= HEARD:
                 raise IdTaken(
-                    f"{_who(seen)} is already learner {self._learner!r}{_described(seen)}. Stop that one (a Learner "
-                    "with `close()`), or give this one an id of its own (--learner-id, learner_id=), or no id: it "
-                    "then gets a random one"
+                    f"{_who(seen)} is already learner {self._learner!r}{_described(seen)}. Stop that one (in a "
+                    "program with `Learner.close()`), or start this one under another id (--learner-id, learner_id=), "
+                    "or without an id: then it gets a random one"
                 )
             if seen.report.left or seen.age_s > BUS_TIMES.live_s or self._clock.now() - quiet_since > TIMES.id_silent_s:
                 return seen.report.generation + 1

@@ -158,7 +158,8 @@ def _flatten(params: Any, flatten: Callable[[Any], tuple[list[Any], Any]]) -> tu
         return flatten(params)
     except ValueError as error:
         raise UsageError(
-            f"JAX cannot flatten the pytree: {error} Use keys of only one type, such as str, in each of its dicts"
+            f"JAX cannot flatten the pytree: {str(error).rstrip('.')}; use keys of only one type, such as str, in "
+            "each of its dicts"
         ) from error
 
 

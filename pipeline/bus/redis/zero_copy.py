@@ -228,7 +228,7 @@ class Reply(asyncio.BufferedProtocol):
             if self._filled >= self._needed:
                 self._parse()
             if self._filled > self._max_bytes:
-                raise ReplyTooLarge(f"not a reply: more than {self._max_bytes} bytes")
+                raise ReplyTooLarge(f"the reply exceeds the limit of {self._max_bytes} bytes")
         except ReplyTooLarge as error:
             self._finish(error)
         except ValueError as error:  # int() of something that is not a length: the peer is not a Redis

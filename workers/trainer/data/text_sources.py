@@ -106,7 +106,7 @@ def _open(text: str, column: str, streaming: bool) -> Source:
         if not matching:
             raise UsageError(f"{text!r}: no such file or folder, and nothing matches it")
     if not source.parts:
-        raise UsageError(f"{text!r} has no text: {source.skipped} files are empty, binary or unreadable")
+        raise UsageError(f"{text!r} has no readable text: {source.skipped} files are empty, binary or unreadable")
     return source
 
 

@@ -237,8 +237,8 @@ def check_fits(config: Any, entries: int, reader: str, seq_len: int) -> None:
     positions = getattr(text, "max_position_embeddings", None)
     if entries > text.vocab_size:
         raise UsageError(
-            f"{reader} has {entries} entries, but the model's vocab_size is {text.vocab_size}, so tokens up to "
-            f"{entries - 1} would be unknown to it; use the model's own tokenizer"
+            f"{reader} has {entries} entries, but the model's vocab_size is {text.vocab_size}, so it does not know "
+            f"the tokens {text.vocab_size} to {entries - 1}; use the model's own tokenizer"
         )
     if isinstance(positions, int) and seq_len > positions:
         raise UsageError(f"seq_len={seq_len}: the model has {positions} positions (max_position_embeddings)")
