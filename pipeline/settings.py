@@ -7,7 +7,7 @@ Each setting is declared once, with its default: lab, simulator and benchmarks t
 An `expert` setting has no flag: it is set by a variable or in the file (`is_expert`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
@@ -77,6 +77,26 @@ class Settings(BaseSettings):
     """False: `DILOCO_*` variables are ignored."""
     section: ClassVar[str]
     """Heading of the class's settings in `--help` and in docs/reference/settings.md."""
+
+    def __init__(self, **values: Any) -> None:
+        """Take values from flags or a program; the environment and the settings file fill in the others.
+
+        Raises:
+            UsageError: names the field, the value and what is allowed.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            if _file_values.get() is not None:
+                raise  # `load` says where each value came from
+            wrong = (f"{type(self).__name__}: {name}={shown}: {why}" for name, shown, why in _wrong(type(self), error))
+            raise UsageError("\n".join(wrong)) from None
+
+    def __repr_args__(self) -> Iterable[tuple[str, Any]]:
+        """Show what was given: a method replaces the defaults of the rest (`SyncSettings.with_method`)."""
+        return [(name, getattr(self, name)) for name in type(self).model_fields if name in self.model_fields_set]
+
+    __str__ = BaseSettings.__repr__
 
     @field_validator("*", mode="before")
     @classmethod
@@ -557,19 +577,21 @@ def _complaints(
     lines = []
     before = {name for name, value in flags.items() if value is not None}
     before |= given_outside(in_file, None).keys() if kind.from_environment else set()
+    for name, shown, wrong in _wrong(kind, error):
+        ways = [flag_of(name)] if name in flags and has_flag(kind, name) else []
+        ways += [f"{ENV_PREFIX}{name.upper()}"] if kind.from_environment else []
+        where = f" in {in_file[name]}" if name in in_file and name not in before else ""
+        ways.append("that file" if where else "the settings file")
+        lines.append(f"{name}={shown}{where}: {wrong}; set it with {' or '.join(ways)}")
+    return lines
+
+
+def _wrong(kind: type[Settings], error: ValidationError) -> Iterator[tuple[str, str, str]]:
+    """Yield the name of each setting that is wrong, its value as text, and what is wrong with it."""
     for problem in error.errors():
         if problem["type"] == "default_factory_not_called":
             continue  # the setting that it would follow from is named next to it
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        hint = meant(name, kind.model_fields) if problem["type"] == "extra_forbidden" else ""
         shown = "***" if name in SECRETS else repr(problem["input"])
-        ways = [flag_of(name)] if name in flags and has_flag(kind, name) else []
-        ways += [f"{ENV_PREFIX}{name.upper()}"] if kind.from_environment else []
-        if name in in_file and name not in before:
-            shown += f" in {in_file[name]}"
-            ways.append("that file")
-        else:
-            ways.append("the settings file")
-        lines.append(
-            f"{name}={shown}: {format_problem(problem, kind.model_fields.get(name))}; set it with {' or '.join(ways)}"
-        )
-    return lines
+        yield name, shown, format_problem(problem, kind.model_fields.get(name)) + hint
