@@ -202,16 +202,16 @@ def _fragment_table(status: Status) -> Fitting:
                 str(fragment["version"]),
                 _interval(fragment),
                 Text(window["state"], _STATE_STYLES.get(window["state"], "")),
-                f"{len(window['members'])} of {window['quorum']}",
+                f"{len(window['members'])} / {window['quorum']}",
                 str(window["expected"]),
                 "" if left is None or window["state"] != "grace" else f"{max(0.0, left):.1f} s",
             )
         )
     if len(fragments) > MAX_ROWS:
         rows.append(("", "", "", Text(f"... {len(fragments) - MAX_ROWS} more", "dim"), "", "", ""))
-    names = ("fragment", "version", "interval", "window", "k of K", "expected", "grace left")
+    names = ("fragment", "version", "interval", "window", "in / K", "expected", "grace left")
     columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
-    return Fitting(columns, left=("window",), spare=("interval", "expected", "grace left", "k of K"))
+    return Fitting(columns, left=("window",), spare=("interval", "expected", "grace left", "in / K"))
 
 
 def _syncers(status: Status) -> str:

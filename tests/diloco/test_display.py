@@ -115,12 +115,12 @@ def test_each_learner_has_a_line_with_step_speed_loss_and_versions():
         assert part in shown
 
 
-def test_each_window_shows_k_of_k_and_the_grace_left():
+def test_each_window_shows_its_learners_the_quorum_and_the_grace_left():
     text = text_of(status())
     grace = line_with(text, "grace  ")
-    assert "3 of 3" in grace
+    assert "3 / 3" in grace
     assert "0.2 s" in grace
-    assert "1 of 3" in line_with(text, "collecting")
+    assert "1 / 3" in line_with(text, "collecting")
 
 
 def test_an_interval_longer_than_asked_for_says_so():
@@ -167,7 +167,7 @@ def test_on_a_narrow_terminal_less_is_shown_but_versions_and_windows_whole(width
     for part in ("versions", "12-13", "1298-1312", "silent", "version", "1312", "window", "grace", "collecting"):
         assert part in text
     told = ("my-run: running", "21.0k overwritten, 0 rejected, 3000 died", "quorum 3 > 2 live")
-    for part in (*told, "3 of 3", "104", "2.1874", "1:21 elapsed", "1:28 left", "1.62M of 2.50M tokens"):
+    for part in (*told, "3 / 3", "104", "2.1874", "1:21 elapsed", "1:28 left", "1.62M of 2.50M tokens"):
         assert part in " ".join(text.replace("│", "").split())
     assert "…" not in text
     assert max(len(line) for line in text.splitlines()) <= width
