@@ -71,8 +71,8 @@ def with_changes(*pairs: tuple[str, str]) -> list[float]:
 
 
 def merged(run: str) -> float:
-    """Percent of the tokens."""
-    return 100 * mean(one.merged_share or 0.0 for one in summaries(run))
+    """Percent of the tokens, median over the seeds."""
+    return 100 * median(one.merged_share or 0.0 for one in summaries(run))
 
 
 def exact(run: str) -> float:
@@ -354,9 +354,15 @@ def learners() -> Iterator[list[float]]:
 
 
 def cost(run: str) -> list[float]:
-    """Value, bytes a token and merged percent of seed 0."""
-    one = summaries(run)[0]
-    return [one.value, one.bytes_a_token or 0.0, merged(run)]
+    """Value of seed 0, bytes per token and merged percent."""
+    return [*first(run), *costs(run)[:2]]
+
+
+def costs(run: str) -> list[float]:
+    """Bytes per token, merged percent and the syncer's seconds, medians over the seeds."""
+    found = summaries(run)
+    bytes_, seconds = ([getattr(one, name) or 0.0 for one in found] for name in ("bytes_a_token", "syncer_s"))
+    return [median(bytes_), merged(run), median(seconds)]
 
 
 def many() -> Iterator[list[float]]:
@@ -408,14 +414,13 @@ def fair() -> Iterator[list[float]]:
 def against(run: str, base: str) -> list[float]:
     """A row: median and seeds, or the one seed; its costs if it merges; how it differs from the row `base`."""
     of = [*mid(run), *values(run)] if len(values(run)) > 1 else first(run)
-    costs = []
     if summaries(run)[0].syncer_s is not None:
-        costs = [*cost(run)[1:], mean(one.syncer_s or 0.0 for one in summaries(run))]
+        of += costs(run)
     if run == base:
-        return [*of, *costs]
+        return of
     if len(values(run)) == 1:
-        return [*of, *costs, *changes(run, base)]
-    return [*of, *costs, change(run, base), *changes(run, base)]
+        return [*of, *changes(run, base)]
+    return [*of, change(run, base), *changes(run, base)]
 
 
 def paper_cell() -> Iterator[list[float]]:
@@ -538,7 +543,7 @@ def failures() -> Iterator[list[float]]:
 
     def row(run: str) -> list[float]:
         times = [one.virtual_s for one in summaries(run)]
-        shares = cost(run)[1:] if run in (same, none, some) else []
+        shares = costs(run)[:2] if run in (same, none, some) else []
         return [*mid(run), *values(run), median(times), median(between(run, 215)), *shares]
 
     for run in (same, none, some, base, elastic):
@@ -594,8 +599,7 @@ def field() -> Iterator[list[float]]:
             run, base = f"field/{label}, M = {learners}", f"{of}, M = {learners}"
             row += [median(values(run))] if label in of else [median(values(run)), change(run, base)]
         run = f"field/{label}, M = 8"
-        costs = [*cost(run)[1:], summaries(run)[0].syncer_s or 0.0] if summaries(run)[0].syncer_s is not None else []
-        yield [*row, *costs, *PUBLISHED.get(label, [])]
+        yield [*row, *(costs(run) if summaries(run)[0].syncer_s is not None else []), *PUBLISHED.get(label, [])]
 
 
 def field_long() -> Iterator[list[float]]:

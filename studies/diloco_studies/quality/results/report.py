@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import mean, median, stdev
+from statistics import median, stdev
 
 from diloco_studies.quality.experiment import Experiment, Row
 from diloco_studies.quality.results.summary import RunName, RunSummary
@@ -205,10 +205,10 @@ def _columns(table: Table, lines: Sequence[Line]) -> Columns:
         columns["exact"] = _exact
     return columns | {
         "tokens merged": _merged,
-        "bytes a token": lambda line: _mean(one.bytes_a_token for one in line.summaries.values()),
-        "syncer s": lambda line: _mean(one.syncer_s for one in line.summaries.values()),
-        "goodput": lambda line: f"{100 * mean(one.goodput for one in line.summaries.values()):.1f} %",
-        "virtual h": lambda line: f"{mean(one.virtual_s for one in line.summaries.values()) / 3600:.2f}",
+        "bytes a token": lambda line: _median(one.bytes_a_token for one in line.summaries.values()),
+        "syncer s": lambda line: _median(one.syncer_s for one in line.summaries.values()),
+        "goodput": lambda line: f"{100 * median(one.goodput for one in line.summaries.values()):.1f} %",
+        "virtual h": lambda line: f"{median(one.virtual_s for one in line.summaries.values()) / 3600:.2f}",
     }
 
 
@@ -255,9 +255,9 @@ def _exact(line: Line) -> str:
 
 def _merged(line: Line) -> str:
     merged = [one.merged_share for one in line.summaries.values() if one.merged_share is not None]
-    return f"{100 * mean(merged):.1f} %" if merged else ""
+    return f"{100 * median(merged):.1f} %" if merged else ""
 
 
-def _mean(counted: Iterable[float | None]) -> str:
+def _median(counted: Iterable[float | None]) -> str:
     known = [one for one in counted if one is not None]
-    return f"{mean(known):.3g}" if known else ""
+    return f"{median(known):.3g}" if known else ""
