@@ -296,6 +296,8 @@ class Tape(Keyed, Protocol):
     ) -> list[TapeEntry]:
         """Return the entries after the cursors (group -> entry id), in order within a group.
 
+        An entry that is unreadable is logged and skipped, so an empty list means that there are no more entries.
+
         away: receives the groups whose server did not answer. If it is None, a silent server is an error unless the
             others have entries.
         """

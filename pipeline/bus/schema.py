@@ -14,14 +14,14 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import Field
 
 from diloco.pipeline.bus.commits import Commit, Published
-from diloco.pipeline.bus.ports import START, MomentsBoard, Offered
+from diloco.pipeline.bus.ports import START, MomentsBoard, Offered, TapeEntry
 from diloco.pipeline.errors import BadMessage, BadPayload, BusError
 from diloco.pipeline.messages.fragment import DeltaHeader, Head, MergedBase, Norms, RefusalReason, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, MAX_TOKENS, PARTY, Message
-from diloco.pipeline.payload.codec import Encoded, decode, encode
+from diloco.pipeline.payload.codec import Encoded, decode, decode_tape, encode
 
 T = TypeVar("T", bound=Message)
 
@@ -140,6 +140,17 @@ def decode_offer(fragment: int, learner: str, at: str, data: bytes) -> Offered:
     if header.learner != learner:
         return Offered(name, None, f"header of {header.learner} on the stream of {learner}")
     return Offered(offer_id(learner, at, data), header)
+
+
+def decode_entries(group: int, stored: Iterable[tuple[str, bytes]]) -> tuple[list[TapeEntry], dict[str, BadMessage]]:
+    """Decode entries of a group's tape; return those that are readable, and the errors of the others by entry id."""
+    entries, errors = list[TapeEntry](), dict[str, BadMessage]()
+    for at, data in stored:
+        try:
+            entries.append(TapeEntry(group, at, decode_tape(data)))
+        except BadMessage as error:
+            errors[at] = error
+    return entries, errors
 
 
 # --- other stored values ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from diloco.pipeline.bus.ports import Tape, TapeEntry
 from diloco.pipeline.bus.schema import entry_id
 from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.bus.times import BUS_TIMES
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import PeerError, UsageError
 from diloco.pipeline.files.appending import append_whole
 from diloco.pipeline.files.writable import error_text
 from diloco.pipeline.payload.codec import encode
@@ -74,13 +74,13 @@ class TapeArchive:
             try:
                 await self._append(await self._reader.read(BUS_TIMES.block_s))
                 self.problem = ""
-            except OSError as error:
+            except (OSError, PeerError) as error:
                 if not self.problem:
                     self.log_failure(error)
                 self.problem = f"the tape cannot be archived (will be retried): {error}"
                 await asyncio.sleep(TIMES.retry_s)
 
-    def log_failure(self, error: OSError) -> None:
+    def log_failure(self, error: OSError | PeerError) -> None:
         """Log that entries could not be written."""
         safe = "the tape stays on the bus"
         structlog.get_logger().error("tape_not_archived", path=str(self._directory), error=str(error), safe=safe)
@@ -90,6 +90,7 @@ class TapeArchive:
 
         Raises:
             OSError: it cannot be written.
+            PeerError: the bus holds no tape where one should be.
         """
         for group in self._newest:
             await self._put(group, b"")

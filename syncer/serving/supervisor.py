@@ -16,7 +16,7 @@ import structlog
 
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.server import fill_of_run
-from diloco.pipeline.errors import BusError, BusUnavailable
+from diloco.pipeline.errors import BusError, BusUnavailable, PeerError
 from diloco.pipeline.messages.run import REDIS_CHANGED, Event, Phase, RunState, SeenReport
 from diloco.pipeline.pacing import long_rounds, merge_share, outer_budget, slow_merges
 from diloco.pipeline.settings import SyncerProcess
@@ -204,7 +204,7 @@ class Serving:
     async def _finish_archive(self, archive: TapeArchive) -> None:
         try:
             await archive.finish()
-        except OSError as error:
+        except (OSError, PeerError) as error:  # a value of another kind at the tape's key does not go away
             archive.log_failure(error)
             self._in_order = False
 

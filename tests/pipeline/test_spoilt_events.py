@@ -1,5 +1,6 @@
 """Any learner may write to the run's events: what it spoils there blinds nobody, and keeps nobody out."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,12 +9,14 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.schema import EVENTS_CAP
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.fragment import WindowChanged
 from diloco.pipeline.messages.run import Event
+from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.status_reader import read_status
 from diloco.workers.exchange.joining import Joining
 from tests.backdoor import RedisBackdoor
@@ -48,6 +51,24 @@ async def test_an_event_that_cannot_be_read_is_as_good_as_none(spoilt: tuple[Bus
     assert [one.who for _, one in found] == ["one"]
     assert [one.who for _, one in await bus.read_events(found[-1][0], limit=2)] == ["two"]
     assert (await read_status(bus, LoopClock()))["phase"] == "waiting"
+
+
+async def test_an_unreadable_tape_entry_is_logged_once_and_skipped(spoilt: tuple[Bus, RedisBackdoor]) -> None:
+    """Also where all that one reading brings is such, and before the first readable one of a reading that waits."""
+    bus, backdoor = spoilt
+    key, record = bus.keys.tape(0), WindowChanged(fragment=0, version=0, attempt=0, reason="", unix_s=0.0)
+    ids = [backdoor.client.xadd(key, {"bogus": "x"}).decode() for _ in range(3)]
+    with capture_logs() as lines:
+        read = asyncio.ensure_future(bus.read_tape({0: START}, 5.0, limit=2))
+        await asyncio.sleep(0.2)
+        assert not read.done()
+        backdoor.client.xadd(key, {"r": encode(record)})
+        assert [entry.record for entry in await read] == [record]
+        assert [entry.record for entry in await bus.read_tape({0: START})] == [record]
+    assert [(line["event"], line["key"], line["entry"]) for line in lines] == [
+        ("tape_entry_skipped", key, at) for at in ids
+    ]
+    assert all(f"XDEL '{key}' {at}" in line["detail"] for line, at in zip(lines, ids, strict=True))
 
 
 async def test_who_joins_does_not_need_the_events(spoilt: tuple[Bus, RedisBackdoor]) -> None:

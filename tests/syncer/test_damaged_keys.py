@@ -2,14 +2,19 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import structlog
 
 from diloco.pipeline.errors import BadMessage
+from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.view.status_reader import read_status
+from diloco.syncer.times import TIMES
+from diloco.tape import read_archive
 from diloco_studies.virtual.virtual_time import in_virtual_time
-from tests.virtual_run import VirtualRun, end, under_way
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 
 def another_kind(world: VirtualRun, key: str) -> Callable[[], None]:
@@ -96,3 +101,39 @@ async def test_a_syncer_that_comes_takes_the_fragments_whose_heads_can_be_read()
     world.store.values[key][b"digest"] = digest
     await world.until_version(version, 60.0)
     await end(*party)
+
+
+@in_virtual_time
+async def test_an_unreadable_tape_entry_is_skipped_by_all_readers(tmp_path: Path) -> None:
+    """More of them in a row than one read returns, too: the run merges on, is archived, and ends."""
+    world = VirtualRun(sync_spec(tokens=10**9), tape_dir=tmp_path)
+    world.start_syncer()
+    learner = VirtualLearner("l0", world, 0.1, f"{0:016x}").start()
+    await world.until_version(3)
+    for _ in range(1001):
+        world.bus._xadd(world.bus.keys.tape(0), b"bogus")
+    await world.until_version(6)
+    await end(learner)
+    await world.stop_syncer()
+    assert world.service.in_order
+    tape = await world.tape()
+    assert max(record.version for record in tape if isinstance(record, Committed)) >= 6
+    assert read_archive(tmp_path) == tape
+
+
+@in_virtual_time
+async def test_a_syncer_ends_even_if_its_tape_cannot_be_read(tmp_path: Path) -> None:
+    """It says that the archive lacks the tape's end, and its status is 1."""
+    world = VirtualRun(sync_spec(tokens=10**9), tape_dir=tmp_path)
+    world.start_syncer()
+    learner = VirtualLearner("l0", world, 0.1, f"{0:016x}").start()
+    await world.until_version(3)
+    another_kind(world, world.bus.keys.tape(0))
+    await asyncio.sleep(2 * TIMES.retry_s)
+    assert any("cannot be archived" in one for one in (await world.service.status())["warnings"])
+    with structlog.testing.capture_logs() as lines:
+        await asyncio.wait_for(world.stop_syncer(), 10.0)
+    assert not world.service.in_order
+    assert "tape_not_archived" in [line["event"] for line in lines]
+    assert "shutdown_overrun" not in [line["event"] for line in lines]
+    await end(learner)

@@ -1,7 +1,8 @@
 """Follow the heads, pull the globals that they name, and hand them to the training side. Runs on asyncio.
 
 The tape wakes a learner and reports merges and refusals; what a head says is read from the head itself. After any gap
-in the tape, all heads are read again.
+in the tape, all heads are read again. The bus skips unreadable entries: a merge that such an entry hides is seen at
+the next poll of all heads (`look_s`), a refusal that it hides is neither logged nor counted.
 """
 
 import asyncio

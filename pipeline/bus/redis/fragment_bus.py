@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import redis.exceptions as rx
+import structlog
 
 from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.commits import MAX_HEADERS, Commit, Refusal, Republication
@@ -34,7 +35,7 @@ from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, BusUnavailable, NotPermitted, Oversized, ScriptsMissing
 from diloco.pipeline.messages.fragment import DeltaHeader, Head, Rewound, WindowChanged, WindowView
 from diloco.pipeline.messages.wire import MAX_LEASE_S, MAX_NAME_CHARS
-from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
+from diloco.pipeline.payload.codec import ChunkParts, Encoded, encode
 
 # Keys that one call of a script names at most.
 AT_ONCE = 2048
@@ -46,6 +47,10 @@ SENDERS_DROPPED = (
     "when a fragment gets a different owner, and nothing is lost. If the run never had that many learners, someone "
     "with a learner's password is inventing names: stop this with ACL DELUSER learner-NAME"
 )
+SKIPPED = (
+    "no party of this build can have written it, so it is in no archive, report or page. If it stands in place of a "
+    "merge or a refusal, the ledger has a gap; fragments and learners are not affected. To delete it: XDEL '%s' %s"
+)
 
 
 class RedisFragments(RedisConnection, PayloadStore, Heads, Tape, Offers, FragmentLeases):
@@ -56,6 +61,8 @@ class RedisFragments(RedisConnection, PayloadStore, Heads, Tape, Offers, Fragmen
         self._dropping = asyncio.Lock()
         # Group -> names that had a header pending when `_with_headers` last checked them; they count as known.
         self._senders: dict[int, set[bytes]] = {}
+        self._skipped: set[tuple[str, str]] = set()
+        """(key, entry id) of the unreadable entries of tapes that were logged. Only syncers and operators add any."""
         # Batches of lease calls: (group, nonce, ttl, most) -> lease key -> the futures of its callers.
         self._asked: dict[tuple[int, str, float, float], dict[str, list[asyncio.Future[Any]]]] = {}
 
@@ -231,14 +238,28 @@ class RedisFragments(RedisConnection, PayloadStore, Heads, Tape, Offers, Fragmen
     async def read_tape(
         self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000, away: set[int] | None = None
     ) -> list[TapeEntry]:
-        groups = {self.keys.tape(group): group for group in cursors}
+        groups, now = {self.keys.tape(group): group for group in cursors}, asyncio.get_running_loop().time
+        after, until = {key: cursors[group] for key, group in groups.items()}, now() + block_s
         silent: set[str] | None = None if away is None else set()
-        found = await self._redis.read(
-            {key: cursors[group] for key, group in groups.items()}, limit, block_s, away=silent
-        )
-        if away is not None and silent:
-            away |= {groups[key] for key in silent}
-        return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
+        while True:
+            found = await self._redis.read(after, limit, max(0.0, until - now()), away=silent)
+            if away is not None and silent:
+                away |= {groups[key] for key in silent}
+            entries = [one for key, stored in found for one in self._readable(key, groups[key], stored)]
+            if entries or not found:
+                return entries
+            after |= {key: stored[-1][0] for key, stored in found}
+
+    def _readable(self, key: str, group: int, stored: Sequence[tuple[str, bytes]]) -> list[TapeEntry]:
+        """Decode a tape's entries; log each unreadable one once, and skip it."""
+        entries, errors = schema.decode_entries(group, stored)
+        for at, error in errors.items():
+            if (key, at) not in self._skipped:
+                self._skipped.add((key, at))
+                structlog.get_logger().warning(
+                    "tape_entry_skipped", key=key, entry=at, error=str(error), detail=SKIPPED % (key, at)
+                )
+        return entries
 
     async def trim_tape(self, group: int, before: str) -> None:
         schema.entry_id(before)

@@ -18,7 +18,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.fragment import DeltaHeader, Head
 from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, MAX_LEASE_S
-from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
+from diloco.pipeline.payload.codec import ChunkParts, Encoded, encode
 from diloco_studies.virtual.memory_calls import MemoryCalls
 
 
@@ -100,9 +100,14 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
     async def read_tape(
         self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000, away: set[int] | None = None
     ) -> list[TapeEntry]:
-        groups = {self.keys.tape(group): group for group in cursors}
-        found = await self._read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
-        return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
+        groups, now = {self.keys.tape(group): group for group in cursors}, self.clock.now
+        after, until = {key: cursors[group] for key, group in groups.items()}, now() + block_s
+        while True:
+            found = await self._read(after, limit, until - now())
+            entries = [one for key, stored in found for one in schema.decode_entries(groups[key], stored)[0]]
+            if entries or not found:
+                return entries
+            after |= {key: stored[-1][0] for key, stored in found}
 
     async def trim_tape(self, group: int, before: str) -> None:
         await self._turn()
