@@ -115,7 +115,7 @@ class ScriptsMissing(BusUnavailable):
 
 
 class BusFull(BusError):
-    """The bus refuses writes because memory or disk is full. Nothing was written; try again later."""
+    """The bus refuses writes: memory or disk is full, or replicas are missing. Nothing was written; try again later."""
 
 
 class LeaseLost(BusError):

@@ -41,6 +41,8 @@ NEXT_PORTS = 20
 # `follow()` yields server-sent events without end (`pipeline.view.page.collector`).
 Follow = Callable[[], AsyncIterator[bytes]]
 EVENTS = "/page/events"
+# Paths that need no token, for probes that cannot send one: their answers contain nothing of a run.
+PROBES = ("/healthz", "/readyz")
 # Headers of everything that a browser shows.
 SAFE = {
     "Content-Security-Policy": POLICY,
@@ -81,7 +83,7 @@ def _is_ours(given: str | None, listens_on: str) -> bool:
 
 def _refusal(request: web.BaseRequest, token: str | None, listens_on: str) -> web.Response | None:
     """Return the refusal of a request that may not read; None if it may."""
-    if request.path == "/healthz":
+    if request.path in PROBES:
         return None
     if token is not None:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")

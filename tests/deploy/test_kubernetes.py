@@ -54,10 +54,15 @@ def built(overlay: str, folder: Path) -> list[Resource]:
     shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
     file = folder / overlay / "kustomization.yaml"
     file.write_text(file.read_text() + "components: [../monitoring]\n")
+    return kustomized(folder / overlay)
+
+
+def kustomized(overlay: Path) -> list[Resource]:
+    """An overlay's resources, as kubectl makes them."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("no kubectl: the files are looked at unpatched")
-    done = subprocess.run([kubectl, "kustomize", str(folder / overlay)], capture_output=True, text=True, check=False)
+    done = subprocess.run([kubectl, "kustomize", str(overlay)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
@@ -234,3 +239,23 @@ def test_an_overlay_gives_its_learners_the_gpus_that_they_use(tmp_path: Path) ->
         (container,) = pods(built(overlay, tmp_path / overlay))["learner"]["spec"]["containers"]
         (device,) = [one["value"] for one in container["env"] if one["name"] == "DILOCO_DEVICE"]
         assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == device.count("cuda")
+
+
+def test_the_overlays_of_the_page_are_built(tmp_path: Path) -> None:
+    """A learner's folder is named after its id, so that variable comes first; Prometheus sends the syncer's token."""
+    page = (FOLDER.parents[1] / "docs/howto/kubernetes.md").read_text()
+    overlays = re.findall(r"```yaml\n(resources: \[\.\./.*?)```", page, re.DOTALL)
+    assert len(overlays) == 3
+    for number, text in enumerate(overlays):
+        shutil.copytree(FOLDER, tmp_path / str(number))
+        mine = tmp_path / str(number) / "mine"
+        mine.mkdir()
+        (mine / "kustomization.yaml").write_text(text)
+        resources = kustomized(mine)
+        for one in resources:
+            validate(one)
+        for container in everywhere(resources, "containers"):
+            names = [one["name"] for one in container[0].get("env", ())]
+            if "DILOCO_STATE_DIR" in names:
+                assert names.index("DILOCO_LEARNER_ID") < names.index("DILOCO_STATE_DIR")
+        assert ("http-token" in yaml.dump(resources)) is ("monitoring" in text)

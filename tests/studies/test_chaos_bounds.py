@@ -70,6 +70,6 @@ def test_every_row_is_shown_with_whether_it_holds() -> None:
     assert [line.rsplit(" (", 1)[0].rsplit(": ", 1)[1] for line in lines(found)] == [
         "holds",
         "not measured",
-        "not held here, which decides no verdict",
+        "outside the usual bound, which is information and not part of the verdict",
     ]
     assert "| 50.00 % | most | 1.00 % | **no** |" in "\n".join(table(found))

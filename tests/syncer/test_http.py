@@ -92,7 +92,7 @@ async def test_metrics_are_prometheus_text():
         assert line in lines
 
 
-PATHS = ("/readyz", "/status", "/metrics", "/no-such-page")
+PATHS = ("/status", "/metrics", "/no-such-page")
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,12 @@ PATHS = ("/readyz", "/status", "/metrics", "/no-such-page")
     ],
     ids=str,
 )
-async def test_without_its_token_nothing_but_health_is_told(given: str | None):
-    """401 says which header is wanted, and never the token; a container's health check needs none."""
+async def test_without_its_token_nothing_but_health_and_readiness_is_told(given: str | None):
+    """401 says which header is wanted, and never the token; a container's probes need none."""
     headers = {} if given is None else {"Authorization": given}
     async with http(fine, token=TOKEN, headers=headers) as get:
         assert (await get("/healthz"))[::2] == (200, "ok\n")
+        assert (await get("/readyz"))[0] == 200
         for path in PATHS:
             code, _, body = await get(path)
             assert code == 401

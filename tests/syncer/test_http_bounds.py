@@ -216,8 +216,8 @@ async def test_a_page_from_elsewhere_reads_nothing(listens_on: str, given: str |
     name = b"" if given is None else b"Host: " + given.encode() + b"\r\n"
     version = b"1.0" if given is None else b"1.1"
     async with listening(host=listens_on) as port:
-        guarded = (b"/status", b"/metrics", b"/readyz", b"/", b"/page/app.js", EVENTS.encode())
-        for path, expected in (*((path, code) for path in guarded), (b"/healthz", 200)):
+        guarded = (b"/status", b"/metrics", b"/", b"/page/app.js", EVENTS.encode())
+        for path, expected in (*((path, code) for path in guarded), (b"/healthz", 200), (b"/readyz", 200)):
             answer = await ask(port, b"GET " + path + b" HTTP/" + version + b"\r\n" + name + b"\r\n")
             assert int(answer.split()[1]) == expected
             assert (b"running" in answer) is (path == b"/status" and code == 200)
