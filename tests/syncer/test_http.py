@@ -125,7 +125,7 @@ async def test_without_its_token_nothing_but_health_and_readiness_is_told(given:
 
 async def test_with_its_token_everything_is_as_without_one():
     async with http(fine, token=TOKEN, headers={"Authorization": f"Bearer {TOKEN}"}) as get:
-        assert [(await get(path))[0] for path in ("/healthz", *PATHS)] == [200, 200, 200, 200, 404]
+        assert [(await get(path))[0] for path in ("/healthz", "/readyz", *PATHS)] == [200, 200, 200, 200, 404]
 
 
 @pytest.mark.parametrize(

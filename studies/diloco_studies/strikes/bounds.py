@@ -103,7 +103,11 @@ def _shown(value: float | None, unit: str) -> str:
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line a bound, for the terminal."""
-    words = {True: "holds", False: "outside the usual bound, which is information and not part of the verdict", None: "not measured"}
+    words = {
+        True: "holds",
+        False: "outside the usual bound, which is information and not part of the verdict",
+        None: "not measured",
+    }
     return [
         f"{row['what']}: {_shown(row['measured'], row['unit'])}, at {row['at']} {_shown(row['bound'], row['unit'])}: "
         f"{words[row['holds']]} ({row['note']})"
