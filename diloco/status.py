@@ -139,7 +139,7 @@ def check_there(status: Status, agreed: bool) -> None:
 @contextmanager
 def _patience() -> Iterator[None]:
     """Say that Redis is being waited for if the block takes longer than `SOON_S`."""
-    said = "waiting for Redis, which has not answered yet (this happens during a failover)"
+    said = "waiting for Redis, which has not answered yet"
     timer = threading.Timer(SOON_S, typer.echo, (said,), {"err": True})
     timer.start()
     try:

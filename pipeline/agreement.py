@@ -70,11 +70,12 @@ def _frozen(here: Spec, held: Spec) -> list[str]:
     return [f"  frozen tensor {name}: {how(name)}" for name in differing]
 
 
+THE_RUN = "the run"
 # The `who` of `agree` while a run has no spec: the syncer that waits for the first learner may have set its length.
 WAITING_SYNCER = "a waiting syncer"
 
 
-def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str = "the run") -> S:
+def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str = THE_RUN) -> S:
     """Return settings with the spec's values in all fields of `kind` (SyncSettings or TrainerSettings).
 
     A field that was set explicitly must have the spec's value; all others take it. `who` names where these values are
@@ -84,12 +85,14 @@ def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str =
         SpecMismatch: fields differ; the message lists each with both values.
     """
     names = [name for name in kind.model_fields if name in spec]
-    differing = [
-        f"  {name}: here {getattr(settings, name)!r}, {who} has {spec[name]!r}"
+    differing = {
+        name: f"  {name}: here {getattr(settings, name)!r}, {who} has {spec[name]!r}"
         for name in names
         if name in settings.model_fields_set and getattr(settings, name) != spec[name]
-    ]
+    }
     if differing:
         follow = f"Leave these settings out to follow {who}; to use them, begin a new run under a different name"
-        raise SpecMismatch(f"this party and {who} disagree:\n" + "\n".join(differing) + f"\n{follow}.")
+        if "tokens" in differing and who == THE_RUN:
+            follow += ". To train a finished run longer, run `diloco runs extend RUN --tokens N`"
+        raise SpecMismatch(f"this party and {who} disagree:\n" + "\n".join(differing.values()) + f"\n{follow}.")
     return settings.model_copy(update={name: spec[name] for name in names})

@@ -167,7 +167,7 @@ FIGURES = (
     ),
     Figure(
         "diloco_run_merged_share_recent",
-        "Merged share of the tokens trained in the last five minutes",
+        "Merged share of the tokens merged or lost in the last five minutes",
         _one(lambda at: at.status["merged_share"]["recent"]),
     ),
     Figure(

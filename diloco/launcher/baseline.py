@@ -78,7 +78,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
         "budget_tokens": budget,
         "progress": min(1.0, last["tokens"] / budget),
         "merged_tokens": last["tokens"],
-        "merged_share": shares((), (0.0, last["tokens"], last["tokens"])),
+        "merged_share": shares((), 0.0, last["tokens"], last["tokens"]),
         "goodput": goodput((), None, (0, 0, {}), None, (0.0, 0.0, 0.0)),
         "outer_steps": 0,
         "refused": {},

@@ -26,11 +26,10 @@ from diloco.pipeline.view.ledger import (
     problems,
     surviving,
     totals,
-    whole_tokens,
 )
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.loss_curves import LossCurve, curve_line
-from diloco.pipeline.view.merged_share import RECENT_S, MergedShare, shares
+from diloco.pipeline.view.merged_share import MergedShare, shares
 from diloco.pipeline.view.status import Status, is_missed, present
 
 Report = dict[str, Any]
@@ -91,6 +90,8 @@ class Outcome:
     """(Unix time, trained tokens), in order."""
     curves: Collection[LossCurve] = ()
     """The learners' losses, in Unix time."""
+    merged_share: MergedShare | None = None
+    """Of the status, which knows how many tokens were settled some minutes ago."""
     goodput: Goodput | None = None
     """Of the status, which knows the learners' time."""
     origin: Origin | None = None
@@ -206,19 +207,12 @@ def _demo(
 
 
 def _shares(outcome: Outcome, sums: Totals, base: Origin | None) -> MergedShare:
-    """Return the merged shares of the whole run and of its last minutes, like the status, but from the tape."""
+    """Return the merged shares: of the whole run by the tape, of its last minutes by the status."""
     trained, merged = sums.tokens + (base.tokens if base else 0), sums.merged + (base.merged_tokens if base else 0)
-    if not outcome.progress or outcome.layout is None:
-        return shares((), (0.0, trained, merged), sums.lost["pending"])
-    end_s = outcome.progress[-1][0]
-    begin_s = max(outcome.started_unix_s, end_s - RECENT_S)
-    commits, _ = surviving(outcome.records, outcome.ledger_inputs.heads)
-    late = [0] * len(outcome.layout.fragments)
-    for commit in commits:
-        if commit.unix_s > begin_s:
-            late[commit.fragment] += sum(part.tokens for part in commit.contributions)
-    before = begin_s, tokens_at(outcome.progress, begin_s), max(0, merged - whole_tokens(late, outcome.layout))
-    return shares((before,), (end_s, trained, merged), sums.lost["pending"])
+    whole = shares((), 0.0, trained, merged, sums.lost["pending"])
+    if outcome.merged_share is not None:
+        whole |= outcome.merged_share | {"since_start": whole["since_start"], "pending": whole["pending"]}
+    return whole
 
 
 def _goodput(found: Goodput | None, parts: Sequence[Account], layout: Layout | None) -> dict[str, Any] | None:

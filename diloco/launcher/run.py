@@ -390,6 +390,7 @@ class Launcher:
             evaluations=[one for _, one in await self._all(self._bus.read_evaluations)],
             events=[one for _, one in await self._all(self._bus.read_events)],
             progress=self._progress,
+            merged_share=status["merged_share"],
             goodput=status["goodput"],
             curves=loss_curves(await self._bus.read_reports(), self._clock.unix(), state.began_unix_s).values(),
             origin=origin,

@@ -131,7 +131,7 @@ def printable(text: str, kept: str = "") -> str:
 Shown = Annotated[Text, AfterValidator(printable)]
 
 MAX_SAMPLES = 64
-# (Unix time, trained tokens, merged tokens) of the whole run in the last minutes, oldest first (`merged_share`).
+# (Unix time, settled tokens, merged tokens) of the whole run in the last minutes, oldest first (`merged_share`).
 Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MAX_SAMPLES, fail_fast=True)]
 
 

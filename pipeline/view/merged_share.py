@@ -1,11 +1,12 @@
 """The merged share: how much of what the learners train gets into the global. Pure (docs/explanation/ledger.md).
 
     since the start   merged / trained tokens of the whole run, including earlier parts of a resumed one
-    recent            the same for the last five minutes (`RECENT_S`), from samples that the lead writes; at most 1
+    recent            merged / settled tokens of the last five minutes (`RECENT_S`), from samples that the lead writes
     pending           pending / trained tokens: what may still be merged (`status`)
 
-Tokens are tokens of the whole model. Early in a run merged / trained is low even if all goes well, because what was
-trained a moment ago is pending. The recent share has about as much pending at its end as at its beginning.
+Tokens are tokens of the whole model. Those that are merged or lost are settled, the others pending. Early in a run
+merged / trained is low even if all goes well, because what was trained a moment ago is pending. The recent share leaves
+pending tokens out: after an outage, merges of what was trained in it would otherwise hide what is lost.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ MIN_S = 30.0
 # If at most this share of the tokens was trained before the recent period, the period counts as the whole run.
 NEARLY_NONE = 0.1
 
-# (Unix time, trained tokens, merged tokens) of the whole run.
+# (Unix time, settled tokens, merged tokens) of the whole run.
 Sample = tuple[float, int, int]
 
 
@@ -46,14 +47,14 @@ def with_sample(samples: Sequence[Sample], now: Sample) -> tuple[Sample, ...]:
 
 
 def recent_share(samples: Sequence[Sample], now: Sample) -> tuple[float | None, float]:
-    """Return (growth of merged / growth of trained over about `RECENT_S`, the actual period in seconds).
+    """Return (growth of merged / growth of settled over about `RECENT_S`, the actual period in seconds).
 
-    In a younger run the period begins at the first sample. The share is None if nothing was trained, or the period is
+    In a younger run the period begins at the first sample. The share is None if nothing was settled, or the period is
     too short.
     """
     before = _before(samples, now)
-    span_s, trained, merged = (at - was for was, at in zip(before, now, strict=True))
-    return min(1.0, merged / trained) if trained and span_s >= MIN_S else None, span_s
+    span_s, settled, merged = (at - was for was, at in zip(before, now, strict=True))
+    return min(1.0, merged / settled) if settled and span_s >= MIN_S else None, span_s
 
 
 def _before(samples: Sequence[Sample], now: Sample) -> Sample:
@@ -74,12 +75,12 @@ class MergedShare(TypedDict):
     """The recent period is the whole run, or nearly, so `recent` says the same as `since_start`."""
 
 
-def shares(samples: Sequence[Sample], now: Sample, pending: int = 0) -> MergedShare:
+def shares(samples: Sequence[Sample], unix_s: float, trained: int, merged: int, pending: int = 0) -> MergedShare:
     """Return all three shares.
 
-    samples: written by the lead, oldest first. now: current time and totals.
+    samples: written by the lead, oldest first. The others: the current time and totals.
     """
-    _, trained, merged = now
+    now = unix_s, trained - pending, merged
     recent, recent_s = recent_share(samples, now)
     return {
         "since_start": min(1.0, merged / trained) if trained else None,

@@ -215,23 +215,17 @@ def _fragment(head: Head, sync: SyncSpec | None, layout: Layout | None, now_unix
     }
 
 
-def merged_tokens(layout: Layout, heads: Sequence[Head]) -> int:
-    """Return the merged tokens of the whole model, in which a fragment counts by its share of the elements."""
-    elements = [fragment.elements for fragment in layout.fragments]
-    return sum(head.merged_tokens * elements[head.fragment] for head in heads) // layout.elements
-
-
-def _tokens(
+def token_totals(
     layout: Layout | None,
     state: RunState | None,
     reports: Sequence[SeenReport],
     heads: Sequence[Head],
     live_s: float,
-    away: Collection[int],
+    away: Collection[int] = (),
 ) -> tuple[int, int, TokensLost]:
     """Return (trained, merged, lost by cause) in tokens of the whole model: fragments count by their share of it.
 
-    If some heads cannot be read, merged is at least what the lead last wrote to the state.
+    away: fragments whose heads cannot be read; then merged is at least what the lead last wrote to the state.
     """
     reports = [seen for seen in reports if seen.counts_in(state)]
     base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
@@ -262,7 +256,7 @@ def _tokens(
 def _in_this_part(
     state: RunState | None, layout: Layout | None, tokens: int, merged: int, lost: TokensLost
 ) -> tuple[int, int, dict[str, int]]:
-    """Return what `_tokens` returns, without earlier parts of the run, and without what is pending."""
+    """Return what `token_totals` returns, without earlier parts of the run, and without what is pending."""
     causes, earlier = ("overwritten", "rejected", "died"), [0, 0, 0]
     if state is not None and layout is not None:
         earlier = [base // layout.elements for base in (state.base_overwritten, state.base_rejected)]
@@ -322,7 +316,7 @@ def build_status(
     """
     present = [head for head in heads if head is not None]
     layout = layout_of(spec.tensors) if spec is not None else None
-    tokens, merged, lost = _tokens(layout, state, reports, present, live_s, away)
+    tokens, merged, lost = token_totals(layout, state, reports, present, live_s, away)
     budget = state.budget_tokens if state is not None else spec.sync.tokens if spec is not None else 0
     quorum = spec.sync.quorum if spec is not None else 0
     here = [seen for seen in reports if is_live(seen, live_s)]
@@ -365,7 +359,7 @@ def build_status(
     counted = state.counted_tokens if state is not None and state.set_aside else tokens
     samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)
     end_s = began + elapsed_s
-    merged_share = shares(samples, (end_s, tokens, merged), lost["pending"])
+    merged_share = shares(samples, end_s, tokens, merged, lost["pending"])
     own = _in_this_part(state, layout, tokens, merged, lost)
     lately = None if merged_share["recent_is_all"] else merged_share["recent"]
     refused: Counter[str] = Counter()

@@ -9,10 +9,11 @@ import structlog
 
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.wire import MAX_TEXT_CHARS
 from diloco.pipeline.view.merged_share import sample_due, with_sample
-from diloco.pipeline.view.status import merged_tokens
+from diloco.pipeline.view.status import token_totals
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.times import TIMES
 
@@ -115,11 +116,11 @@ class Lead:
             state.set_aside + self._diverged_tokens(state), update["tokens"] - state.counted_tokens
         )
         update["liveness_s"] = self._watch.liveness_s  # used by status and page
-        if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self._clock.unix()):
-            merged = await self._merged_tokens()
-            if merged is not None:
-                sample = unix_s, update["tokens"], min(merged, update["tokens"])
-                update["samples"] = with_sample(state.samples, sample)
+        sampled = state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self._clock.unix())
+        if sampled and (heads := await self._all_heads()):
+            reports, counted = self._watch.reports, state.model_copy(update=update)
+            tokens, merged, lost = token_totals(self._layout, counted, reports, heads, self._watch.liveness_s)
+            update["samples"] = with_sample(state.samples, (unix_s, tokens - lost["pending"], merged))
         if state.phase is Phase.RUNNING and update["tokens"] - update["set_aside"] >= state.budget_tokens:
             update |= {"phase": Phase.DRAINING, "reason": "the token budget is reached"}
         return state.model_copy(update=update)
@@ -140,19 +141,16 @@ class Lead:
                 return state.model_copy(update={"phase": Phase.CLOSING})
         return state
 
-    async def _merged_tokens(self) -> int | None:
-        """Return the merged tokens of the whole model; None before every fragment has a head.
-
-        The heads of a resumed run have merged tokens from the start, so a sum over some of them would be misleading.
-        """
+    async def _all_heads(self) -> list[Head]:
+        """Return the heads of all fragments; none until each has one, since a sum over some would mislead."""
         now, count = self._clock.now(), len(self._layout.fragments)
         if now < self._sample_from_s:
-            return None
+            return []
         self._sample_from_s = now + TIMES.retry_s
         # A head that cannot be read is reported by its owner, by the learners and by the status.
         found = await by_group(self._bus.keys, range(count), self._bus.read_heads, lambda error: None)
         heads = [head for head in found.values() if head is not None]
-        return merged_tokens(self._layout, heads) if len(heads) == count else None
+        return heads if len(heads) == count else []
 
     async def _drained(self) -> bool:
         """Return whether all learners have left (or died) and no delta is pending."""

@@ -254,6 +254,7 @@ def test_who_was_told_otherwise_than_the_run_ends_with_2(redis_server: str, here
         done = ends(*arguments, "--run", run, "--tokens", "12345", DILOCO_REDIS_URL=redis_server)
         assert done.returncode == REFUSED, done.stdout
         assert "tokens: here 12345, the run has" in done.stdout
+        assert "`diloco runs extend RUN --tokens N`" in done.stdout
     client: Any = redis_py.Redis.from_url(redis_server, protocol=2)
     client.delete(*client.keys(f"diloco:{{{run}*"))
     client.close()

@@ -28,6 +28,7 @@ from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.pipeline.view.merged_share import MergedShare
 from diloco.pipeline.view.status import build_status
 from diloco.tape import as_json, as_text, read_archive
 from tests import samples
@@ -157,22 +158,11 @@ def test_rounds_longer_than_asked_for_are_in_the_report():
     assert "warning: rounds take 35 inner steps instead of 23" in summary(built)
 
 
-def test_the_merged_share_is_of_the_whole_run_and_of_its_last_five_minutes():
-    """By the tape: what was merged in these minutes, over what was trained in them."""
-    records = [
-        committed(0, 1, (*A, 100), unix_s=1100.0),
-        committed(1, 1, (*A, 100), unix_s=1100.0),
-        committed(0, 2, (*B, 60), unix_s=1900.0),
-        committed(1, 2, (*B, 60), unix_s=1900.0),
-    ]
-    built = build(outcome(records=records, progress=[(1000.0, 0), (1700.0, 80), (2000.0, 180)]))
-    assert built["merged_share"] == {
-        "since_start": pytest.approx(160 / 180),
-        "pending": 0.0,
-        "recent": pytest.approx(60 / 100),
-        "recent_s": 300.0,
-        "recent_is_all": False,
-    }
+def test_the_merged_share_is_of_the_whole_run_by_the_tape_and_of_its_last_minutes_by_the_status():
+    recent = {"recent": 0.6, "recent_s": 300.0, "recent_is_all": False}
+    told = MergedShare(since_start=None, pending=None, recent=0.6, recent_s=300.0, recent_is_all=False)
+    built = build(outcome(merged_share=told))
+    assert built["merged_share"] == {"since_start": pytest.approx(160 / 180), "pending": 0.0} | recent
     assert "merged share 89% (60% in the last 5:00)" in summary(built)
     resumed = build(outcome(origin=Origin("old/checkpoint-50", 50, 45)))
     assert resumed["merged_share"]["since_start"] == pytest.approx(205 / 230)

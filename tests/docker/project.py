@@ -1,6 +1,7 @@
 """A compose project of compose.yaml under a name of its own."""
 
 import json
+import os
 import secrets
 import shutil
 import subprocess
@@ -48,7 +49,8 @@ class Project:
 
     def compose(self, *args: str, timeout_s: float = 180) -> str:
         files = [part for file in self.files for part in ("-f", file)]
-        return docker("compose", "-p", self.name, *files, *args, timeout_s=timeout_s)
+        own = "--env-file", os.devnull  # not the user's `.env`
+        return docker("compose", *own, "-p", self.name, *files, *args, timeout_s=timeout_s)
 
     def scale(self, learners: int) -> None:
         """What a person types on a live run."""

@@ -15,7 +15,7 @@ from diloco.pipeline.view.merged_share import (
 
 
 def noted(points):
-    """Samples as the lead notes them at these (Unix time, trained, merged), one every quarter of a second at most."""
+    """Samples as the lead notes them at these (Unix time, settled, merged), one every quarter of a second at most."""
     samples = ()
     for at in points:
         if sample_due(samples, at[0]):
@@ -32,7 +32,7 @@ def test_the_recent_share_is_of_the_last_five_minutes_only():
     """A run that merged nothing for an hour and all since is seen to be well now; its whole stays what it is."""
     points = [(float(s), 100 * s, 0) for s in range(3600)]
     points += [(3600.0 + s, 360_000 + 100 * s, 100 * s) for s in range(601)]
-    found = shares(noted(points), points[-1])
+    found = shares(noted(points), *points[-1])
     assert found["recent"] == 1.0
     assert found["since_start"] == pytest.approx(1 / 7)
     assert RECENT_S <= found["recent_s"] < RECENT_S + SAMPLE_S
@@ -41,18 +41,18 @@ def test_the_recent_share_is_of_the_last_five_minutes_only():
 def test_a_share_that_is_of_all_of_the_run_is_known_to_say_nothing_new():
     """In a run's first five minutes; a resumed one has more behind it, and an older one too."""
     points = steadily(600)
-    young = shares(noted(points[: 4 * 200]), points[4 * 200])
+    young = shares(noted(points[: 4 * 200]), *points[4 * 200])
     assert young["recent"] is not None
     assert young["recent_is_all"]
-    assert not shares(noted(points), points[-1])["recent_is_all"]
+    assert not shares(noted(points), *points[-1])["recent_is_all"]
     resumed = [(at, trained + 50_000, merged + 20_000) for at, trained, merged in points]
-    assert not shares(noted(resumed[: 4 * 200]), resumed[4 * 200])["recent_is_all"]
+    assert not shares(noted(resumed[: 4 * 200]), *resumed[4 * 200])["recent_is_all"]
 
 
 def test_nothing_is_said_of_a_run_that_has_just_begun():
     """Merges come in lumps: the first seconds tell nothing, and no tokens are no share."""
     nothing = {"since_start": None, "pending": None, "recent": None, "recent_s": 0.0, "recent_is_all": True}
-    assert shares((), (1000.0, 0, 0)) == nothing
+    assert shares((), 1000.0, 0, 0) == nothing
     samples = noted([(1000.0, 0, 0)])
     assert recent_share(samples, (1000.0 + MIN_S - 1, 500, 100))[0] is None
     assert recent_share(samples, (1000.0 + MIN_S, 500, 100)) == (0.2, MIN_S)
@@ -61,6 +61,13 @@ def test_nothing_is_said_of_a_run_that_has_just_begun():
 def test_merges_of_what_was_trained_before_are_no_more_than_all():
     """A drain merges what was pending while little is trained."""
     assert recent_share(((0.0, 1000, 100),), (60.0, 1100, 1000))[0] == 1.0
+
+
+def test_merges_of_a_backlog_hide_no_loss():
+    """After an outage: 1,000 tokens were trained in the last minutes, and 1,500 settled, of which 900 are merged."""
+    found = shares(((0.0, 1000, 800),), 300.0, trained=3000, merged=1700, pending=500)
+    assert found["recent"] == pytest.approx(900 / 1500)
+    assert found["since_start"] == pytest.approx(1700 / 3000)
 
 
 def test_samples_of_a_history_that_the_bus_lost_do_not_count():

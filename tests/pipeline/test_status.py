@@ -119,9 +119,9 @@ def test_merged_tokens_count_each_fragment_by_its_share():
 
 
 def test_the_merged_share_is_of_all_that_was_trained_and_pending_stands_beside_it():
-    """1000 trained since the first sample, of which 500 merged; 2000 of 4000 in all."""
+    """1000 settled since the first sample, of which 500 merged; 2000 of 4000 in all."""
     heads = [samples.head(0, merged_tokens=2000), samples.head(1, merged_tokens=2000)]
-    state = samples.run_state(samples=((910.0, 3000, 1500),))
+    state = samples.run_state(samples=((910.0, 2000, 1500),))
     found = build(state=state, reports=[samples.seen(tokens=4000, overwritten=800_000)], heads=heads)["merged_share"]
     assert found == {"since_start": 0.5, "pending": 0.25, "recent": 0.5, "recent_s": 100.0, "recent_is_all": False}
 
