@@ -24,7 +24,7 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.inspection import RedisExamination
 from diloco.pipeline.bus.server import Server, to_maxmemory
 from diloco.pipeline.bus.times import BUS_TIMES
-from diloco.pipeline.errors import BusError, DilocoError, UsageError
+from diloco.pipeline.errors import BusError, DilocoError, NotPermitted, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.liveness import is_live
 from diloco.pipeline.messages.run import Phase
@@ -232,7 +232,7 @@ async def look_at_line(
             if 4 * size > most or min(up_s, down_s) > LONG_S:
                 break
             size *= 4
-    except (BusError, UsageError) as error:
+    except (BusError, NotPermitted) as error:  # any other UsageError would end a run's parties too
         return Link(round_trip_s, problem=error.problem, remedy=error.remedy), ahead_s
     return Link(round_trip_s, up, down, size), ahead_s
 

@@ -32,6 +32,7 @@ from diloco.pipeline.bus.redis.inspection import examine
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.schema import MergedBases
 from diloco.pipeline.bus.server import Address, Server
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.outer_cost import Speed
@@ -596,6 +597,16 @@ def test_the_clock_is_compared_with_the_servers(
     assert set(bad(findings)) == {"clock"}
     assert "75.0 s behind" in bad(findings)["clock"].found
     assert status == 0
+
+
+@pytest.mark.redis
+def test_what_would_end_every_party_is_an_error_also_if_only_the_payload_shows_it(
+    healthy: EmbeddedRedis, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "push", AsyncMock(side_effect=UsageError("it does not have EVALSHA", "use another")))
+    status, findings = look("--redis-url", healthy.url)
+    (found,) = [one for one in findings if "EVALSHA" in one.found]
+    assert (status, found.level) == (1, "error")
 
 
 def test_a_payload_that_could_not_be_tried_is_said() -> None:

@@ -4,6 +4,7 @@ A refused step is compared by a full dump of the server before and after.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
@@ -460,6 +461,14 @@ async def test_a_refused_step_changes_nothing(bus: Bus, backdoor: Backdoor, step
     with pytest.raises(case.error):
         await step(bus, case.change(commit))
     assert backdoor.dump() == before
+
+
+@pytest.mark.parametrize("step", [committing, refusing, publishing, republishing])
+async def test_a_tape_of_another_type_is_the_key_that_is_named(bus: Bus, backdoor: Backdoor, step: Step) -> None:
+    commit = await commit_on(bus, await first_head(bus))
+    backdoor.plant(bus.keys.tape(0), "hash")
+    with pytest.raises(BadMessage, match=re.escape(bus.keys.tape(0))):
+        await step(bus, commit)
 
 
 async def test_of_many_commits_on_one_head_one_is_done(bus: Bus) -> None:

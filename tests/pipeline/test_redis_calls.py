@@ -2,21 +2,23 @@
 
 import asyncio
 import ssl
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool
 
-from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis import node_connections
 from diloco.pipeline.bus.redis.redis_errors import translate
 from diloco.pipeline.bus.redis.redis_url import parse
-from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.redis_streams import connect, open_bus
 from diloco.pipeline.bus.times import BusTimes
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import (
@@ -125,6 +127,27 @@ async def test_a_key_with_what_no_party_writes_is_named_with_what_to_do_about_it
         with pytest.raises(BadMessage) as told:
             await ask
         assert f"delete it (UNLINK '{key}'); the run's parties put the right value back" in str(told.value)
+
+
+def test_a_script_that_met_a_wrong_type_names_no_key() -> None:
+    """The caller knows its first key, and any other may be the wrong one."""
+    told = "WRONGTYPE Operation against a key holding the wrong kind of value script: f_1, on @user_script:1."
+    assert "lease" not in str(translate(rx.ResponseError(told), "host:1", key="diloco:{r:0}:lease:0"))
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("renamed", ["EVALSHA", "SCRIPT", "XADD"])
+async def test_a_server_without_scripts_or_streams_is_refused_with_what_a_run_needs(
+    renamed: str, tmp_path: Path, popen: Callable[..., Any], redis_binary: Path | None
+) -> None:
+    path = tmp_path / "s"
+    told = ["--port", "0", "--unixsocket", str(path), "--save", "", "--rename-command", renamed, ""]
+    popen([redis_binary or find_server(), *told], stdout=subprocess.DEVNULL)
+    while not path.exists():  # a process has no event to wait for
+        await asyncio.sleep(0.02)
+    with pytest.raises(UsageError, match=r"does not have .*; use a service that allows scripts .* and streams"):
+        async with open_bus(f"unix://{path}", "r") as bus:
+            await bus.offer(samples.header())
 
 
 @pytest.mark.redis

@@ -68,6 +68,8 @@ _KINDS = {
 }
 _FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
 _COMMAND = re.compile(r"run the '([^']+)' command")
+# Commands that a run needs, on a server that lacks them or on which they were renamed.
+_UNKNOWN = re.compile(r"unknown command '((?:EVALSHA|SCRIPT|X)[^']*)'|Unknown (?:Redis )?command called from script")
 NO_TLS = "it does not speak TLS"
 NAME_REDIS = "use its TLS port, or redis"
 # (OpenSSL's text, its meaning, remedy).
@@ -141,8 +143,14 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
         return BusUnavailable(f"Redis at {where} {_UNAVAILABLE[code]}", _UNAVAILABLE_REMEDIES.get(code, ""), text)
     if "WRONGTYPE" in text:
         named = key.decode(errors="replace") if isinstance(key, bytes) else key
+        if "script" in text:  # `key` is the script's first, and any of its keys may be the wrong one
+            named = None
         at, remedy = (f"at {named}", unlink(named)) if named else ("there", "")
         return BadMessage(f"Redis at {where} holds a value of the wrong type {at}", remedy, text)
+    if unknown := _UNKNOWN.search(text):
+        what = f"the command {unknown[1]}" if unknown[1] else "a command that the run's scripts call"
+        remedy = "use a service that allows scripts (EVALSHA, SCRIPT) and streams (XADD, XREAD ...)"
+        return UsageError(f"Redis at {where} does not have {what}", remedy, text)
     if "max number of clients" in text:
         return BusUnavailable(f"Redis at {where} has reached its connection limit", "raise its maxclients", text)
     if isinstance(error, rx.ResponseError) and not isinstance(error, rx.ClusterError):

@@ -12,9 +12,11 @@
 --   headers          {key, entries} of each learner's stream that headers go from; an entry is {at, mark}
 --   gone             keys that go: delta payloads, retired payloads, the replaced momentum
 local lease, head, tape = KEYS[1], KEYS[2], KEYS[3]
+local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream')
+if refused then return refused end
 local a = fields(tape)
 
-local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream') or no_streams(a.staged) or no_streams(a.headers)
+refused = no_streams(a.staged) or no_streams(a.headers)
 if refused then return refused end
 if redis.call('GET', lease) ~= a.nonce then return {'LEASE', lease} end
 refused = head_moved(head, a.was)

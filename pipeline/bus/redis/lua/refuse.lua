@@ -11,9 +11,11 @@
 --   cut              {key, keep, field}: of a learner's stream only so many entries stay, the last. The number of those
 --                    that go is added to the field of the head, in which one of them is counted already. It may be missing
 local lease, head, tape = KEYS[1], KEYS[2], KEYS[3]
+local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream')
+if refused then return refused end
 local a = fields(tape)
 
-local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream') or no_streams(a.headers) or no_streams({a.cut})
+refused = no_streams(a.headers) or no_streams({a.cut})
 if refused then return refused end
 if redis.call('GET', lease) ~= a.nonce then return {'LEASE', lease} end
 refused = head_moved(head, a.was) or bad_total(head, 'rejected_tokens', '0')

@@ -2,9 +2,11 @@
 -- KEYS: lease, head, tape (not written), then those that the fields below name by their places.
 -- ARGV: a map of nonce, was, set, staged, replaced, replaced_ttl_ms and gone, as in `commit`.
 local lease, head, tape = KEYS[1], KEYS[2], KEYS[3]
+local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream')
+if refused then return refused end
 local a = fields(tape)
 
-local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream') or no_streams(a.staged)
+refused = no_streams(a.staged)
 if refused then return refused end
 if redis.call('GET', lease) ~= a.nonce then return {'LEASE', lease} end
 refused = head_moved(head, a.was) or incomplete(a.staged)
