@@ -308,7 +308,7 @@ async def test_the_reason_of_a_window_is_said_by_keys(page: Tab) -> None:
         await page.press("ArrowDown")
         tip = "[...document.querySelectorAll('.tip')].find((one) => !one.hidden)?.textContent ?? ''"
         await page.until(f"({tip}).includes('waits for l1')")
-        assert "fragment 1, version 3: collecting 1 of 1" in await page.value(tip)
+        assert "fragment 1, version 3: collecting 1 / 1" in await page.value(tip)
         place = "[...document.querySelectorAll('.tip')].find((one) => !one.hidden).getBoundingClientRect().top"
         row = "[...document.querySelectorAll('.chosen')].find((one) => !one.hidden).getBoundingClientRect().bottom"
         assert 0 <= await page.value(f"{place} - {row}") < 60  # its words stand by it

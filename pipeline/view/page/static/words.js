@@ -104,7 +104,7 @@ export function learnerWords(name, row, now) {
  */
 export function windowWords(row, now) {
   const left = row.state === "grace" && row.until_s != null ? `, ${Math.max(0, row.until_s - now).toFixed(1)} s left` : "";
-  return row.state === "idle" ? "idle" : `${row.state} ${row.members} of ${row.quorum}${left}`;
+  return row.state === "idle" ? "idle" : `${row.state} ${row.members} / ${row.quorum}${left}`;
 }
 
 /**
