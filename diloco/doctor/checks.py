@@ -112,7 +112,7 @@ def sentinels(unwell: Sequence[str]) -> Iterator[Finding]:
     if unwell:
         yield warning(
             "sentinels",
-            f"{'; '.join(unwell)}: a majority must work, or a failed primary is not replaced",
+            f"{'; '.join(unwell)}: a majority must work and reach the replicas, or a failed primary is not replaced",
             "start those that are down; check that they all have the same files and passwords",
         )
 

@@ -229,6 +229,28 @@ async def said(url: str, kind: type[Exception]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
+async def test_a_replica_at_which_sentinels_cannot_log_in_is_named_by_each_of_them(kept: SentinelServers) -> None:
+    """It follows the primary and is counted as one of its replicas, and could not take its place."""
+    assert await unhealthy_sentinels(kept.url) == []
+    replica = kept.nodes[next(name for name in ("redis-0", "redis-1") if name not in kept.primaries())]
+    replica.ask("CONFIG", "SET", "requirepass", "another")
+    replica.password = "another"  # noqa: S105  # made up
+    try:
+        for kind in ("normal", "pubsub"):  # a connection that is logged in stays so
+            replica.ask("CLIENT", "KILL", "TYPE", kind)
+        async with asyncio.timeout(HANGING_S):
+            while len(unhealthy := await unhealthy_sentinels(kept.url)) < 3:
+                await asyncio.sleep(0.1)
+    finally:
+        replica.ask("CONFIG", "SET", "requirepass", "")
+        replica.password = ""
+    assert all(f"cannot reach the replica {HostPort(*replica.address)}, or is refused" in one for one in unhealthy)
+    async with asyncio.timeout(HANGING_S):
+        while await unhealthy_sentinels(kept.url):
+            await asyncio.sleep(0.1)
+
+
 async def test_each_way_in_which_sentinels_do_not_help_is_said(kept: SentinelServers) -> None:
     url = kept.url.replace("://", "://me:secret@")
     server, sentinel = kept.nodes["redis-0"].address[1], kept.nodes["sentinel-0"].address[1]
@@ -352,12 +374,13 @@ async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pyt
         **{9: AuthenticationError("WRONGPASS"), 10: ResponseError("No such master with that name"), 11: told(2)},
     }
 
-    async def ask(host: HostPort, *_: Any) -> Any:
-        found = answers[host.port]
+    async def ask(host: HostPort, _: Any, __: str, what: str, ___: str) -> Any:
+        found = answers[host.port] if what == "MASTER" else replicas.get(host.port, ResponseError("NOPERM"))
         if isinstance(found, Exception):
             raise found
         return found
 
+    replicas: dict[int, Any] = {1: [told(5), told(6)], 7: [told(5), told(6, "s_down,slave")], 2: [told(6, "s_down,slave")]}
     monkeypatch.setattr("diloco.pipeline.bus.redis.nodes._ask", ask)
     url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in answers)}/diloco"
     unhealthy = await unhealthy_sentinels(url)
@@ -367,6 +390,7 @@ async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pyt
         "4 considers the primary dead",
         "5 does not answer",
         "6 does not answer as a sentinel",
+        "7 cannot reach the replica 127.0.0.1:6, or is refused by it (auth-pass)",
         "9 refuses the connection, or its login",
         "10 does not know service 'diloco'",
     ]

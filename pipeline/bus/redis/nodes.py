@@ -62,6 +62,11 @@ class Nodes:
         """Record that a cluster's node has redirected a slot to another node."""
 
 
+# What each sentinel is asked, and what is wrong with one that does not reach a server.
+_ASKED = ("MASTER", "REPLICAS")
+_CANNOT_REACH = "cannot reach the {}, or is refused by it (auth-pass)"
+
+
 class NoSentinel(BusUnavailable):
     """No sentinel answers."""
 
@@ -108,14 +113,11 @@ class SentinelNodes(Nodes):
 
     async def unhealthy(self) -> list[str]:
         """Return the sentinels that could not help to replace the primary, each with the reason."""
-        options, service = self._place.sentinel_options or {}, self._place.service
-        asked = [_ask(host, options, "SENTINEL", "MASTER", service) for host in self._place.hosts]
+        hosts, options = self._place.hosts, self._place.sentinel_options or {}
+        asked = [_ask(host, options, "SENTINEL", what, self._place.service) for what in _ASKED for host in hosts]
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        return [
-            f"{host} {wrong}"
-            for host, answer in zip(self._place.hosts, answers, strict=True)
-            if (wrong := self._wrong(answer))
-        ]
+        each = zip(hosts, answers[: len(hosts)], answers[len(hosts) :], strict=True)
+        return [f"{host} {wrong}" for host, answer, its in each if (wrong := self._wrong(answer) or _unreached(its))]
 
     def _wrong(self, answer: Any) -> str:
         """Return what is wrong with a sentinel that gave this answer; "" if nothing is."""
@@ -131,7 +133,7 @@ class SentinelNodes(Nodes):
             return "considers the primary dead"
         if self._primary not in (None, vote.primary):
             return f"considers {vote.primary} the primary"
-        return "" if vote.reached else "cannot reach the primary, or is refused by it (auth-pass)"
+        return "" if vote.reached else _CANNOT_REACH.format("primary")
 
     async def _ask(self) -> list[Any]:
         """Ask all sentinels; return the answers of a majority, or if there is none, of all that answer, with errors."""
@@ -252,6 +254,13 @@ def _vote_of(answer: Any) -> Vote:
     fields = _fields(answer)
     flags = set(fields["flags"].split(","))
     return Vote(None if "o_down" in flags else _address_of(fields), not flags & {"s_down", "o_down"})
+
+
+def _unreached(replicas: Any) -> str:
+    """Return a sentinel's problem with its replicas; "" if it has none, or did not list them."""
+    told, _ = _read(replicas if isinstance(replicas, list) else [], _vote_of)
+    down = [str(one.primary) for one in told if not one.reached]
+    return _CANNOT_REACH.format(f"replica {', '.join(down)}") if down else ""
 
 
 def _address_of(fields: Mapping[str, str]) -> HostPort:
