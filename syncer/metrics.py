@@ -57,6 +57,13 @@ class Metrics:
             registry=registry,
         )
         self.leads.set(math.nan)
+        self.checkpoint_unix = Gauge(
+            "diloco_checkpoint_timestamp_seconds",
+            "Unix time at which this syncer last saved a checkpoint, or found nothing new to save; before that, its "
+            "start; NaN if it saves none while the run lasts",
+            registry=registry,
+        )
+        self.checkpoint_unix.set(math.nan)
         self.served_fragments = Gauge("diloco_served_fragments", "Fragments that this syncer serves", registry=registry)
         self.lease_losses = Counter(
             "diloco_lease_losses", "Leases lost, by expiry or to another syncer", registry=registry

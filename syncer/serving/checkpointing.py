@@ -194,6 +194,7 @@ class Checkpoints:
             now = state.tokens, *(None if head is None else head.digest for head in heads)
             if now == self._saved and not told:
                 self.problem = ""
+                context.metrics.checkpoint_unix.set(context.clock.unix())
                 return True
             name = checkpoint_name(state.tokens, context.random_hex)
             await begin_checkpoint(self._place, name, self._leftovers, context.offload)
@@ -216,6 +217,7 @@ class Checkpoints:
         finally:
             self.begun = ""
         self.problem, self._saved = "", now
+        context.metrics.checkpoint_unix.set(context.clock.unix())
         self._log.info("checkpoint_saved", path=str(folder))
         return True
 

@@ -145,6 +145,7 @@ class Serving:
             self._retrying(self._archive.follow if self._archive else self._keep_tape_short),
         ]
         if checkpoints and settings.checkpoint_every:
+            self.context.metrics.checkpoint_unix.set(self.context.clock.unix())
             works.append(self._retrying(partial(checkpoints.keep, settings.checkpoint_every, self.leads)))
         if checkpoints:
             works.append(self._retrying(checkpoints.help))

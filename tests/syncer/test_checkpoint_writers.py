@@ -347,10 +347,16 @@ async def test_a_save_that_the_bus_breaks_off_is_told_and_tried_again_soon(
 
     monkeypatch.setattr(saving, "pull_state", outage)
     world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=600.0)
-    world.start_syncer()
+    service, began_s = world.start_syncer(), world.clock.unix()
     learner = VirtualLearner("l", world, step_s=30.0).start()
+
+    def saved_s() -> float:
+        (found,) = [one for one in service.metrics.registry.collect() if "checkpoint" in one.name]
+        return found.samples[0].value - began_s
+
     with capture_logs() as logs:
         await asyncio.sleep(660.0)
+    assert saved_s() < 60.0, "its start: nothing is saved"
     assert [line["error"] for line in logs if line["event"] == "checkpoint_failed"] == ["no answer"]
     (warning,) = (await read_status(world.bus, world.clock))["warnings"]
     assert "could not be saved" in warning
@@ -359,6 +365,7 @@ async def test_a_save_that_the_bus_breaks_off_is_told_and_tried_again_soon(
     await until(lambda: any(tmp_path.glob("*/latest")), 62.0)
     await asyncio.sleep(1.0)
     assert (await read_status(world.bus, world.clock))["warnings"] == []
+    assert 660.0 < saved_s() < 723.0
     await learner.kill()
     load_checkpoint(tmp_path)
 
