@@ -83,6 +83,8 @@ class Pace(NamedTuple):
     """Round trip of one fragment in seconds: upload, merge, outer step, pull."""
     why: dict[str, str]
     warnings: list[str]
+    fits: bool = True
+    """False if the link is too slow even at the longest interval."""
 
 
 def pace_of(
@@ -111,9 +113,9 @@ def pace_of(
     def load(interval: int) -> float:
         return 8 * widest * site.params / (interval * site.step_time) / site.link
 
-    interval = next((h for h in INTERVALS if load(h) <= LINK_SHARE), None)
-    if interval is None:
-        interval = INTERVALS[-1]
+    interval = next((h for h in INTERVALS if load(h) <= LINK_SHARE), INTERVALS[-1])
+    fits = load(interval) <= LINK_SHARE
+    if not fits:
         warnings.append(
             f"even at H = {interval}, {busier} would take {load(interval):.0%} of the link: it needs "
             f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model"
@@ -181,7 +183,7 @@ def pace_of(
             f"core at {CORE_FLOPS / 1e9:g} GFLOP/s, and {outer_s:.1f} s on this many; a round trip may take "
             f"{hidden_s:.1f} s"
         )
-    return Pace(interval, fragments, chosen, global_codec, threads, outer_s, trip_s, why, warnings)
+    return Pace(interval, fragments, chosen, global_codec, threads, outer_s, trip_s, why, warnings, fits)
 
 
 def in_force(interval: int, overlap_steps: int, trip_steps: float) -> int:
@@ -261,13 +263,14 @@ class Needs:
     def lines(self) -> str:
         """Return a human-readable summary."""
         up, down = (as_rate(one / self.round_s) for one in (self.up_bytes, self.down_bytes))
+        busy = f"{self.link_load:.0%} busy{'' if self.link_load <= LINK_SHARE else ' (too slow)'}"
         from_h = "" if self.interval_in_force == self.sync_interval else f"{self.sync_interval} to "
         return (
             f"computed for {self.layers:.0f} layers of width {self.width:.0f} (set yours: --layers, --width)\n"
             f"a round: {self.sync_interval} steps, {self.round_s:.3g} s, in which a learner sends "
             f"{as_bytes(self.up_bytes)} and fetches {as_bytes(self.down_bytes)}\n"
-            f"a learner's link: {up} up and {down} down of {written(self.link, 'TGMk')}bit/s, {self.link_load:.0%} "
-            f"busy; a fragment's round trip: {self.round_trip_s:.1f} s, {self.outer_s:.1f} s of it the outer step\n"
+            f"a learner's link: {up} up and {down} down of {written(self.link, 'TGMk')}bit/s, {busy}; a "
+            f"fragment's round trip: {self.round_trip_s:.1f} s, {self.outer_s:.1f} s of it the outer step\n"
             f"with such round trips the run makes rounds of {from_h}{self.interval_in_force} steps, and merges "
             f"{self.merged_share:.0%} of what is trained; the syncer is assumed next to Redis, or to have a faster "
             "link\n"

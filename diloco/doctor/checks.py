@@ -31,6 +31,8 @@ SMALL_PARAMS = 1e7
 SEE_STATUS = "see `diloco status` for what helps; run the doctor on the syncers' machine to check that machine"
 # The remedy that `server.to_maxmemory` writes.
 _MAXMEMORY = re.compile(r"(maxmemory (?:to )?)([0-9]+)mb")
+# An empty server takes less than this.
+EMPTY_BYTES = 4 * 2**20
 # Free bytes that every disk needs, for a tape or a log.
 LITTLE_BYTES = 100e6
 
@@ -147,7 +149,9 @@ def memory(nodes: Iterable[Server], run: Run) -> Finding:
     limit = sum(limits) if all(limits) else 0
     machines = 0 if len(nodes) > 1 else nodes[0].machine_bytes  # several nodes may share a machine
     backlogs = of_server.backlogs_bytes(nodes)
-    return of_server.room(limit, run.params, run.sync, run.learners, machines, len(nodes), backlogs)
+    others = sum(node.used_bytes for node in nodes) - backlogs if limit and run.live is None else 0
+    others = others if others > EMPTY_BYTES * len(nodes) else 0
+    return of_server.room(limit, run.params, run.sync, run.learners, machines, len(nodes), backlogs, others)
 
 
 def one_maxmemory(findings: Iterable[Finding]) -> list[Finding]:
@@ -269,9 +273,7 @@ def link(line: Link) -> Iterator[Finding]:
     else:
         yield ok("distance", found)
     if line.problem:
-        yield warning(
-            "line", f"the upload of a payload failed: {line.problem}", line.remedy or "run the doctor again later"
-        )
+        yield warning("line", f"not measured: {line.problem}", line.remedy or "run the doctor again later")
     elif line.up_bytes_per_s is None or line.down_bytes_per_s is None:
         yield ok("line", "bandwidth was not measured, because this user is not allowed to write a payload")
     else:
@@ -329,7 +331,7 @@ def load(run: Run, site: Site) -> Finding:
     planned = pace_of(site, run.learners, sync.overlap_steps, "auto", "bf16", sync.outer)
     remedy = (
         f"start the run with --codec {planned.codec} --global-codec bf16 --sync-interval {planned.interval}"
-        if not any("even at" in one for one in planned.warnings)
+        if planned.fits
         else "use a faster link or a smaller model: no codec or H is enough (`diloco plan`)"
     )
     return (error if asked.link_load > 1 else warning)("link and run", found, remedy)
@@ -389,10 +391,12 @@ def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
         found += f": {1 / times:.2g} times as fast, so they have more cores, or a faster network, than this machine"
     else:
         found += ", which agrees"
-    if run.stretched >= FAR:
-        found += f"; intervals are {run.stretched:.2g} times as long as planned, because merges are slow"
     room_s = full_budget_steps(sync) * site.step_time
-    if run.merge_s > room_s or run.stretched >= FAR:
+    slow = run.merge_s > room_s
+    if run.stretched >= FAR:
+        why = "merges are slow" if slow else "round trips were slow, for example in an outage, after which they recover"
+        found += f"; intervals are {run.stretched:.2g} times as long as planned, because {why}"
+    if slow or run.stretched >= FAR:
         return warning("merges of the run", f"{found}; a round allows {as_time(room_s)}", SEE_STATUS)
     return ok("merges of the run", f"{found}; a round allows {as_time(room_s)}")
 
@@ -441,4 +445,5 @@ def plan(run: Run, site: Site) -> Finding:
         return ok("plan", f"{found}; pass --step-time to check whether the link and the merges keep up")
     planned = pace_of(site, run.learners, sync.overlap_steps, "auto", sync.global_codec, sync.outer)
     choice = f"H = {planned.interval}, P = {planned.fragments}, {planned.codec}"
-    return ok("plan", f"{found}; `diloco plan` would choose {choice} ({basis(site)})")
+    found += f"; `diloco plan` would choose {choice} ({basis(site)})"
+    return ok("plan", found if planned.fits else f"{found}, with which the link is too slow as well")

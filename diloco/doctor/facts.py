@@ -75,7 +75,7 @@ class Run:
     merge_s: float = 0.0
     """Median time of a merge over the run's fragments; 0: not known yet, or the run is only planned."""
     stretched: float = 1.0
-    """Median ratio of a fragment's current interval to the planned one; slow merges make it more than 1."""
+    """Median ratio of a fragment's current interval to the planned one; long round trips make it more than 1."""
 
 
 @dataclass(frozen=True, slots=True)

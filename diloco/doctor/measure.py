@@ -53,7 +53,7 @@ LOOKS = 9
 # Size of the first payload, and of the largest one, which is only tried on a fast network.
 FIRST_BYTES, MAX_BYTES = 2**20, 2**24
 # Largest share of a server's free memory that the payload may take, so that it does not disturb a run.
-SHARE_OF_FREE = 0.01
+SHARE_OF_FREE = 0.05
 # A payload that takes longer than this gives the rate well enough: no larger one is tried.
 LONG_S = 0.2
 # A payload that takes longer than this, there and back, is given up.

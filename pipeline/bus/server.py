@@ -340,6 +340,7 @@ def room(
     machine_bytes: int = 0,
     nodes: int = 1,
     backlogs: int = 0,
+    used: int = 0,
 ) -> Finding:
     """Check that the memory can hold a run, by the same estimate as `diloco plan`.
 
@@ -351,6 +352,7 @@ def room(
         machine_bytes: memory of the servers' machines, used if there is no limit; 0 if unknown.
         nodes: number of nodes that hold keys.
         backlogs: bytes of maxmemory that the replication backlogs take.
+        used: bytes that something other than this run takes.
     """
     learners = max(MIN_LEARNERS, sync.quorum, learners)
     needed = redis_bytes(elements, learners, sync.codec) + backlogs
@@ -360,9 +362,11 @@ def room(
     has = f"Redis has maxmemory {written(limit)}" if maxmemory_bytes else "Redis has no maxmemory"
     if not maxmemory_bytes and machine_bytes:
         has += f", on a machine of {as_bytes(machine_bytes)}"
-    if 0 < limit < needed:
+    if used:
+        has += f", of which other data take {written(used)}"
+    if 0 < limit < needed + used:
         each = f" on each of the {nodes} nodes" if nodes > 1 else ""
         larger = f"run it on a machine with {as_bytes(MACHINE_TIMES * needed)} of memory"
-        remedy = to_maxmemory(needed / nodes, each) if maxmemory_bytes else larger
+        remedy = to_maxmemory((needed + used) / nodes, each) if maxmemory_bytes else larger
         return error("Redis memory", f"{has}; {needs}", remedy)
     return ok("Redis memory", f"{has}; {needs}")

@@ -182,6 +182,15 @@ def test_a_plan_says_for_how_many_learners_it_is(live: int | None, said: str) ->
     assert checks.plan(run, site).found.startswith(said)
 
 
+def test_settings_with_which_the_link_is_too_slow_do_not_read_as_a_solution() -> None:
+    run = Run("r", SyncSettings().sync_spec(), 1e9, 2, 1.0, (1e9,) * 8)
+    for rate, fits in ((1e9, True), (1e5, False)):
+        site = checks.site_of(run, machine(Speed(1e10, 8)), Link(0.001, rate, rate, 2**20))
+        assert ("too slow" in checks.plan(run, site).found) is not fits
+        assert ("no codec or H is enough" in checks.load(run, site).remedy) is not fits
+        assert ("busy (too slow)" in checks.needs(run, site).lines()) is not fits
+
+
 def test_a_quorum_that_is_not_there_is_named() -> None:
     assert checks.quorum(2, 2).level == "ok"
     assert checks.quorum(1, 2) == checks.warning(
@@ -289,6 +298,20 @@ def test_a_machine_has_twice_what_its_redis_holds_wherever_one_is_asked_for() ->
     needed = redis_bytes(1e9, of_server.MIN_LEARNERS, "bf16")
     assert found.remedy == f"run it on a machine with {as_bytes(2 * needed)} of memory"
     assert "twice its memory" in of_server.persistence(Server.of(INFO | {"aof_enabled": 0})).remedy
+
+
+def test_what_a_server_holds_already_is_not_free_for_a_planned_run() -> None:
+    """For a live run it is, which holds it itself; and an empty server holds a little, too."""
+    info = INFO | {"maxmemory": 200 * 2**20}
+    run = Run("r", SyncSettings().sync_spec(), 0.25e6, 2, None, ())
+    full = Server.of(info | {"used_memory": 169 * 2**20})
+    found = checks.memory([full], run)
+    assert (found.level, "of which other data take 169mb" in found.found) == ("error", True)
+    needed = int(re.search(r"CONFIG SET maxmemory ([0-9]+)mb", found.remedy)[1])  # type: ignore[index]
+    assert checks.memory([replace(full, maxmemory_bytes=needed * 2**20)], run).level == "ok"
+    assert checks.memory([full], replace(run, live=2)).level == "ok"
+    alone = checks.memory([Server.of(info | {"used_memory": 2**20})], run).found
+    assert "other data" not in alone
 
 
 def test_of_several_that_ask_for_a_larger_maxmemory_the_largest_is_asked_for() -> None:
@@ -770,7 +793,10 @@ def test_a_live_runs_merges_are_judged_beside_those_that_would_be_made_here(
     assert "as measured here" in small.found
     assert (slow.level, "`diloco status`" in slow.remedy) == ("warning", True)
     assert stretched.level == "warning"
-    assert "intervals are 4 times as long as planned" in stretched.found
+    assert "intervals are 4 times as long as planned, because round trips were slow" in stretched.found
+    both = said(5.0, 96)
+    assert both
+    assert "as planned, because merges are slow" in both.found
 
 
 def test_figures_within_twice_of_each_other_agree_and_others_are_said_to_be_far() -> None:

@@ -380,7 +380,11 @@ async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pyt
             raise found
         return found
 
-    replicas: dict[int, Any] = {1: [told(5), told(6)], 7: [told(5), told(6, "s_down,slave")], 2: [told(6, "s_down,slave")]}
+    replicas: dict[int, Any] = {
+        1: [told(5), told(6)],
+        7: [told(5), told(6, "s_down,slave")],
+        2: [told(6, "s_down,slave")],
+    }
     monkeypatch.setattr("diloco.pipeline.bus.redis.nodes._ask", ask)
     url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in answers)}/diloco"
     unhealthy = await unhealthy_sentinels(url)
