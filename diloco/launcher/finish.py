@@ -1,6 +1,11 @@
 """Conclude a run whose processes have ended: write the sampled text, picture and report, and print a summary."""
 
+import asyncio
 import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +13,29 @@ import typer
 
 from diloco.export import Globals, find_checkpoint, read_globals
 from diloco.launcher.folder import PICTURE_FILE, SAMPLE_FILE, Folder
+from diloco.launcher.launch import Child
 from diloco.launcher.page import MODEL_FILE, PAGE_FILE, reporting_bugs, write_page
 from diloco.launcher.report import Outcome, build, ledger_line, summary
 from diloco.options import RunProcess
+from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
+from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import printable
-from diloco.pipeline.units import counted
+from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.process.signals import AGAIN_STATUS
+from diloco.pipeline.units import as_bytes, counted
+from diloco.pipeline.waiting import first_of
 from diloco.syncer.checkpoints.loading import is_of
 from diloco.syncer.checkpoints.places import Place
 
 SAMPLE_TOKENS = 300
 TEMPERATURE, TOP_K = 0.8, 40
+# Time in which a full disk may be given space, so that the last checkpoint is saved after all; and between two checks.
+SAVE_AGAIN_S, RETRY_S = 600.0, 2.0
 LINES = "\n\t"
 
 
@@ -33,17 +48,14 @@ def sample_text(found: Globals, prompt: str, seed: int) -> str:
     return sample(loaded, prompt, SAMPLE_TOKENS, TEMPERATURE, TOP_K, seed)
 
 
-def _write(report: dict[str, Any], path: Path) -> None:
-    """Write a report to a file.
-
-    Raises:
-        DilocoError: the file cannot be written.
-    """
+def _write(report: dict[str, Any], path: Path) -> list[str]:
+    """Write a report to a file; return what is wrong if it cannot be written, or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dumps(report, indent=1) + "\n")
+        replace(path, [dumps(report, indent=1).encode() + b"\n"])
     except OSError as error:
-        raise DilocoError(f"the report cannot be written to {path}", said=str(error)) from error
+        return [f"the report cannot be written to {path} ({error.strerror or error})"]
+    return []
 
 
 def tell_page(folder: Path) -> None:
@@ -52,26 +64,61 @@ def tell_page(folder: Path) -> None:
         typer.echo(f"page       {write_page(read_object(folder / MODEL_FILE), folder / PAGE_FILE)}")
 
 
+def disk_full(folder: Path, elements: int) -> str:
+    """Return that a folder's disk has no space for a checkpoint of so many elements, in words; "" if it has."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:  # the folder was moved or deleted
+        return ""
+    return f"disk full: {as_bytes(free)} free in {folder}" if free < 2 * 4 * elements else ""
+
+
+async def save_again(
+    bus: Bus, folder: Folder, syncer: Child, limit_s: float, tell: Callable[[str], None], stop: asyncio.Event
+) -> None:
+    """Restart a syncer that could not save a finished run, once its full disk has space: the run's Redis still has all.
+
+    Gives up after `SAVE_AGAIN_S`, or when `stop` is set. limit_s: time that the syncer may take.
+    """
+    spec = await bus.read_spec()
+    elements = 0 if spec is None else layout_of(decode(Spec, spec).tensors).elements
+    if stop.is_set() or syncer.status in (0, AGAIN_STATUS) or not (full := disk_full(folder.path, elements)):
+        return
+    tell(
+        f"the run's last state is not saved yet ({full}): free some space there within {SAVE_AGAIN_S / 60:g} min, or "
+        "press Ctrl-C to give it up"
+    )
+    until = time.monotonic() + SAVE_AGAIN_S
+    while not stop.is_set() and time.monotonic() < until:
+        if not disk_full(folder.path, elements):
+            syncer.restart()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    while syncer.alive:  # noqa: ASYNC110  # a process has no event to wait for
+                        await asyncio.sleep(0.1)
+            if syncer.status == 0:
+                return
+        await first_of(stop, timeout_s=RETRY_S)
+
+
 def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
-    """Write and print the results of a finished run.
+    """Write and print the results of a finished run; what cannot be written is among its printed warnings.
 
     Raises:
-        DilocoError: the run has saved no checkpoint, or not its last state (the report is written all the same), or the
-            report cannot be written.
+        DilocoError: the run has saved no checkpoint, or not its last state, or the report could not be written.
     """
     from diloco.launcher.plot import draw
 
     typer.echo(f"all processes have ended; writing text, plot and report to {folder.path}")
     checkpoint: Place | None = None
     text = None
-    _write(
-        build(outcome), folder.report
-    )  # first, so that it is there even if sampling or drawing, which take seconds, fail
+    # First, so that it is there even if sampling or drawing, which take seconds, fail.
+    outcome.warnings += _write(build(outcome), folder.report)
     try:
         checkpoint = find_checkpoint(folder.path)
         with reporting_bugs("the text", outcome.warnings.append):
             text = sample_text(read_globals(str(checkpoint)), settings.prompt, settings.seed)
-            (folder.path / SAMPLE_FILE).write_text(text + "\n")
+            replace(folder.path / SAMPLE_FILE, [text.encode() + b"\n"])
     except UsageError as error:
         outcome.warnings.append(str(error))
     outcome.checkpoint = None if checkpoint is None else str(checkpoint)
@@ -90,15 +137,20 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     with reporting_bugs("the picture", report["warnings"].append):
         draw(report, kept, title, ledger_line(report), picture)
     whole = report | {"sample": text, "plot": str(picture) if picture.is_file() else None}
-    _write(whole, folder.report)
+    unwritten = _write(whole, folder.report)
     if text is not None:
         typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text, LINES)}\n" + "-" * 80)
     typer.echo(summary(report))
-    typer.echo(f"picture    {whole['plot'] or 'none'}\nreport     {folder.report}")
-    tell_page(folder.path)
+    typer.echo(f"picture    {whole['plot'] or 'none'}\nreport     {'none' if unwritten else folder.report}")
+    try:
+        tell_page(folder.path)
+    except UsageError as error:
+        unwritten.append(str(error))
     if settings.json_report is not None:
-        _write(whole, settings.json_report)
-    if unsaved:
-        raise DilocoError(f"the run's last state was not saved; see the logs in {folder.logs} for the reason")
-    if checkpoint is None:
-        raise DilocoError(f"the run left no checkpoint; see the logs in {folder.logs} for the reason")
+        unwritten += _write(whole, settings.json_report)
+    if unsaved or checkpoint is None:
+        lost = "the run's last state was not saved" if unsaved else "the run left no checkpoint"
+        full = disk_full(folder.path, outcome.layout.elements if outcome.layout else 0)
+        raise DilocoError(f"{lost}{full and f' ({full})'}; see the logs in {folder.logs} for the reason")
+    if unwritten:
+        raise DilocoError(unwritten[0])

@@ -14,7 +14,9 @@ import structlog
 from diloco.launcher.locate import is_output
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.files.replacing import replace as replace_file
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.files.writable import error_text
 from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.page.assets import one_file
 from diloco.pipeline.view.page.collector import Collector
@@ -98,19 +100,21 @@ async def left_in(
     finally:
         if watched is not None:
             with (
-                suppress(FileNotFoundError),
                 reporting_bugs("the page", tell),
-            ):  # the folder may have been moved or deleted
-                (folder / MODEL_FILE).write_text(dumps(watched.model.snapshot()) + "\n")
+                suppress(FileNotFoundError),  # the folder may have been moved or deleted
+            ):
+                replace_file(folder / MODEL_FILE, [dumps(watched.model.snapshot()).encode() + b"\n"])
 
 
 @contextmanager
 def reporting_bugs(what: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Report an unexpected exception (a bug) in code that only displays a run, instead of ending the run with it."""
+    """Report a bug, or a file that cannot be written, in code that only displays a run, instead of ending the run."""
     try:
         yield
-    except (DilocoError, OSError):
+    except DilocoError:
         raise
+    except OSError as error:
+        tell(f"{what} could not be written: {error_text(error)}")
     except Exception as error:
         structlog.get_logger().error("not_shown", what=what, exc_info=error)
         tell(f"{what} could not be created: {type(error).__name__}: {error}")

@@ -1,5 +1,6 @@
 """Draw the picture of a run: the losses of the global model and of learners, against tokens and against time."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ matplotlib.use("Agg")  # no display needed, and none opened
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.view.loss_curves import smoothed
 
 # Of learners, as on the page.
@@ -50,7 +52,9 @@ def draw(report: Mapping[str, Any], events: Sequence[dict[str, Any]], title: str
             _mark(axes, x, event)
     figure.suptitle(title, fontsize=11)
     figure.supxlabel(ledger, fontsize=8, color="#444444")
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    replace(path, [drawn.getbuffer()])
 
 
 def _panel(axes: Axes, x: list[float], evaluations: Sequence[dict[str, Any]], label: str) -> None:

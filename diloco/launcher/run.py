@@ -23,7 +23,7 @@ from diloco.doctor.start import wrong_for_run
 from diloco.extras import need_extras
 from diloco.launcher.devices import devices_line
 from diloco.launcher.display import Screen
-from diloco.launcher.finish import conclude
+from diloco.launcher.finish import conclude, save_again
 from diloco.launcher.folder import Folder, choose, goes_on, own_checkpoint, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
 from diloco.launcher.locate import is_output
@@ -468,6 +468,9 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
                 await launcher.watch(stop)
                 wall_s = time.monotonic() - began
                 await launcher.wind_down()
+                if "redis" in others:  # this run's own, which ends with this process
+                    syncer, limit_s = children.named("syncer")[0], settings.shutdown_s + MARGIN_S
+                    await save_again(bus, folder, syncer, limit_s, screen.note, stop)
             return await launcher.gather(wall_s, origin)
 
 

@@ -15,7 +15,7 @@ def replace(path: Path, parts: Iterable[Part]) -> None:
     """Write a file atomically: a temporary file next to it is written and synced, then takes its place.
 
     Raises:
-        OSError: the file cannot be written; the previous one is unchanged.
+        OSError: the file cannot be written; the previous one is unchanged. The error names it.
     """
     descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
     try:
@@ -25,8 +25,10 @@ def replace(path: Path, parts: Iterable[Part]) -> None:
             os.fsync(file.fileno())
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write failed, for example on a full disk
+            error.filename = str(path)
         raise
     folder = os.open(path.parent, os.O_RDONLY)  # sync the folder too: otherwise a crash may undo the rename
     try:

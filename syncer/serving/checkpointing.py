@@ -207,7 +207,7 @@ class Checkpoints:
                 self._bus, context.agreed.spec, self._place, name, told_of, context.offload
             )
         except (UsageError, PeerError, OSError, BusError) as error:  # for example no version 0 yet, or a full disk
-            safe = "all committed versions, on the bus"
+            safe = "all committed versions, as long as Redis runs"
             self._log.error("checkpoint_failed", path=str(self._place), error=str(error), safe=safe)
             if not isinstance(error, UsageError):
                 self.problem = f"the last checkpoint could not be saved in {self._place} (will be retried): {error}"

@@ -2,9 +2,14 @@
 
 import asyncio
 import os
+import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +17,47 @@ import pytest
 import structlog
 
 from diloco.export import export
-from diloco.pipeline.errors import UsageError
+from diloco.launcher.finish import conclude
+from diloco.launcher.folder import Folder
+from diloco.launcher.page import left_in
+from diloco.options import RunProcess
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.settings import HttpSettings
+from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.tape import read_archive
 from diloco.workers.moments.state_folder import StateFolder
+from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
-from tests import samples
+from tests import HANGING_S, samples
+from tests.diloco.test_observers import SANE, outcome
 from tests.syncer.test_checkpoint import file_of, folder_of, save
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
+@contextmanager
+def disk_of(tmp_path: Path, size: str) -> Iterator[Path]:
+    """A file system of that size."""
     if os.geteuid() != 0:
         pytest.skip("mounting a file system asks for root")
     folder = tmp_path / "disk"
     folder.mkdir()
-    options = ["/bin/mount", "-t", "tmpfs", "-o", "size=1m", "test", str(folder)]
+    options = ["/bin/mount", "-t", "tmpfs", "-o", f"size={size}", "test", str(folder)]
     mounted = subprocess.run(options, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr}")
     yield folder
     subprocess.run(["/bin/umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    with disk_of(tmp_path, "1m") as folder:
+        yield folder
 
 
 def fill(disk: Path) -> None:
@@ -47,6 +68,10 @@ def fill(disk: Path) -> None:
                 pass
         except OSError:
             pass
+
+
+def names_in(disk: Path) -> list[str]:
+    return [path.name for path in disk.iterdir()]
 
 
 def empty(disk: Path) -> None:
@@ -195,4 +220,56 @@ def test_an_export_to_a_full_disk_is_refused_in_words(disk: Path, tmp_path: Path
     fill(disk)
     with pytest.raises(UsageError, match="cannot write"):
         export(tmp_path / "run", disk / "model.safetensors")
-    assert [path.name for path in disk.iterdir()] == ["filler"]
+    assert names_in(disk) == ["filler"]
+
+
+async def test_a_page_that_a_full_disk_cannot_take_is_said(disk: Path) -> None:
+    """It only shows the run, whose end goes on. No half file is left."""
+    fill(disk)
+    said: list[str] = []
+    async with left_in(disk, MemoryBus("run", LoopClock()), HttpSettings(), said.append, RedisRoute()):
+        pass
+    assert said[-1] == f"the page could not be written: [Errno 28] No space left on device: '{disk}/page.json'"
+    assert names_in(disk) == ["filler"]
+
+
+def test_the_summary_of_a_run_is_printed_also_if_nothing_can_be_written(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the folder."""
+    fill(disk)
+    ended = replace(outcome([samples.report()], SANE), layout=layout_of(samples.spec().tensors))
+    with pytest.raises(DilocoError, match=re.escape(f"left no checkpoint (disk full: 0B free in {disk}); see the")):
+        conclude(ended, RunProcess(), Folder(disk))
+    printed = capsys.readouterr().out
+    assert "global validation loss 2.5" in printed
+    assert f"warning: the report cannot be written to {disk}/report.json (No space left on device)" in printed
+    assert names_in(disk) == ["filler"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_run_whose_disk_fills_up_saves_its_last_state_once_there_is_space(
+    freed: bool, tmp_path: Path, popen: Callable[..., Any]
+) -> None:
+    """Its own Redis stays until then, or until Ctrl-C, after which the summary is printed all the same."""
+    with disk_of(tmp_path, "4m") as disk:
+        text = disk / "text.txt"
+        text.write_text("some words to be read by a small model. " * 5000)
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 120_000))
+        small = ["--learners", "1", "--model", "nano", "--tokens", "20000", "--batch", "2", "--data", str(text)]
+        command = [sys.executable, "-m", "diloco", "run", "--out", str(disk / "out"), *small]
+        run = popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        printed = ""
+        while "not saved yet (disk full: " not in printed:
+            line = run.stdout.readline()
+            assert line, printed
+            printed += line
+        if freed:
+            empty(disk)
+        else:
+            run.send_signal(signal.SIGINT)
+        printed += run.communicate(timeout=HANGING_S)[0]
+        assert run.returncode == (0 if freed else 1), printed
+        assert "merged share" in printed
+        assert ("left no checkpoint (disk full: " in printed) != freed
