@@ -10,10 +10,13 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
 
 from diloco.pipeline.bus import acl
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.appending import append_whole
+from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import party_name
 
 HEADER = """\
@@ -64,13 +67,28 @@ def gather_passwords(names: Iterable[str], environ: Mapping[str, str], file: Pat
     if len(set(passwords.values())) < len(passwords):
         raise UsageError("two users have the same password, so each could log in as the other: give each its own")
     if made and file is not None:
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as out:
-            out.writelines(f"{name}={password}\n" for name, password in made.items())
+        _append(file, "".join(f"{name}={password}\n" for name, password in made.items()))
     return passwords
 
 
+def _append(file: Path, lines: str) -> None:
+    created = not file.exists()
+    with FileIO(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
+        try:
+            append_whole(out, lines.encode())
+        except OSError as error:
+            if created:
+                file.unlink()
+            raise UsageError(f"cannot write the passwords to {file}: {error.strerror}") from error
+
+
 def _read(file: Path | None) -> dict[str, str]:
-    if file is None or not file.exists():
+    if file is None:
+        return {}
+    if not file.is_file():
+        check_files(file)
+        if file.exists():
+            raise UsageError(f"{file}: a device or pipe, not a file")
         return {}
     if file.stat().st_mode & 0o077:
         raise UsageError(f"other users can read {file}: run chmod 600 {file}")
@@ -91,6 +109,8 @@ def make(run: str, learners: list[str], passwords: Path | None, failover: bool =
             party_name(name)
         except ValueError as error:
             raise UsageError(f"{name!r} {error}") from None
+    if twice := sorted({name for name in learners if learners.count(name) > 1}):
+        raise UsageError(f"--learner {twice[0]} is given twice: name each learner once")
     users = acl.users(run, learners) + (acl.servers() if failover else [])
     names = [variable(user.name) for user in users]
     if not failover:

@@ -234,8 +234,9 @@ def sample(
 ) -> None:
     """Generate text with the global parameters of a checkpoint."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    sampler = load_extra("diloco.workers.trainer.sample", "sample")
     checkpoints = importlib.import_module("diloco.export")
+    checkpoints.find_checkpoint(checkpoint)  # before torch is imported, which takes seconds
+    sampler = load_extra("diloco.workers.trainer.sample", "sample")
     loaded = checkpoints.make_of_globals(
         checkpoint, lambda found: sampler.load_model(found.folder, found.trainer, found.tensors)
     )

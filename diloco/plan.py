@@ -12,6 +12,7 @@ from rich.table import Table
 from diloco.launcher.display import say
 from diloco.options import RunSettings, takes
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.replacing import write_named
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MAX_STEPS, Codec, GlobalCodec, OuterName
@@ -135,4 +136,4 @@ def command(
     )
     show(console, needs)
     if json_file is not None:
-        json_file.write_text(dumps(asdict(needs), indent=1) + "\n")
+        write_named(json_file, dumps(asdict(needs), indent=1) + "\n")

@@ -20,7 +20,7 @@ from diloco.options import RunProcess
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
-from diloco.pipeline.files.replacing import replace
+from diloco.pipeline.files.replacing import replace, write_named
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
@@ -52,7 +52,7 @@ def _write(report: dict[str, Any], path: Path) -> list[str]:
     """Write a report to a file; return what is wrong if it cannot be written, or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace(path, [dumps(report, indent=1).encode() + b"\n"])
+        write_named(path, dumps(report, indent=1) + "\n")
     except OSError as error:
         return [f"the report cannot be written to {path} ({error.strerror or error})"]
     return []

@@ -24,14 +24,16 @@ TIME_BYTES = 20
 # Rank of a report that is unreadable, or is stored under a name that is not its own.
 NOTHING = False, -1
 
-# Cache: name of a report -> its stored bytes, and the decoded report (None if it is invalid).
-Known = dict[bytes, tuple[bytes, LearnerReport | None]]
+# Cache: name of a report -> its stored bytes, the decoded report (None if it is invalid), and its arrival time in ms.
+Known = dict[bytes, tuple[bytes, LearnerReport | None, int]]
 
 
 def seen_reports(
     now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], known: Known
 ) -> list[SeenReport]:
     """Decode stored reports, with their ages, sorted by name; skip those that are unreadable or have another's name.
+
+    A report whose arrival time is gone keeps that of the previous read. If there was none, it has just arrived.
 
     known: cache of the previous read, updated in place; most reports have not changed since.
     """
@@ -40,12 +42,12 @@ def seen_reports(
     found = []
     for name, blob in sorted(reports.items()):
         before = known.get(name)
-        if before is None or before[0] != blob:
-            before = known[name] = blob, _read_report(name, blob)
+        report = before[1] if before and before[0] == blob else _read_report(name, blob)
         with suppress(BadMessage):
-            age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
-            if before[1] is not None:
-                found.append(SeenReport(report=before[1], age_s=age_s))
+            seen_ms = decode_count("report time", seen.get(name)) or (before[2] if before else now_ms)
+            known[name] = blob, report, seen_ms
+            if report is not None:
+                found.append(SeenReport(report=report, age_s=max(0, now_ms - seen_ms) / 1000))
     return found
 
 

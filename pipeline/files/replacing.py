@@ -37,6 +37,18 @@ def replace(path: Path, parts: Iterable[Part]) -> None:
         os.close(folder)
 
 
+def write_named(path: Path, text: str) -> None:
+    """Write a file that a user has named, as `replace` does: through links, and directly to a device or pipe.
+
+    Raises:
+        OSError: it cannot be written; a previous file is unchanged. The error names it.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8")
+    else:
+        replace(Path(os.path.realpath(path)), [text.encode()])
+
+
 def digested(parts: Iterable[Part], update: Callable[[Part], None]) -> Iterator[Part]:
     """Yield the same parts, and pass each to a digest."""
     for part in parts:

@@ -173,10 +173,14 @@ def find_checkpoint(place: str | Path) -> Place:
 
     Raises:
         NoCheckpoint: there is none.
-        UsageError: there are checkpoints of several runs, or the place cannot be read.
+        UsageError: there are checkpoints of several runs, or the place has no name, is a file or cannot be read.
     """
+    if not str(place):
+        raise UsageError("the checkpoint's name is empty", "give its folder, or an address such as s3://bucket/path")
     given = place_of(place)
     try:
+        if isinstance(given, Folder) and given.path.is_file():
+            raise UsageError(f"{place} is a file, and a checkpoint is a folder", "give its folder")
         if STATE_FILE in given.names():
             return given
         for directory in (given, given.below("checkpoints")):

@@ -95,6 +95,16 @@ def test_what_is_wrong_with_passwords_or_names_is_said_without_showing_any(
     for run in ("r*", "a}b", ""):
         with pytest.raises(UsageError, match="cannot be a name"):
             make(run, [], file)
+    with pytest.raises(UsageError, match="--learner a is given twice"):
+        make("r", ["a", "b", "a"], file)
+    tmp_path.chmod(0o755)
+    for path, found in (
+        (tmp_path, "a folder, not a file"),
+        (Path("/dev/null"), "a device or pipe, not a file"),
+        (tmp_path / "nothing" / "passwords", "nothing does not exist"),
+    ):
+        with pytest.raises(UsageError, match=found):
+            make("r", [], path)
     file.touch(mode=0o644)
     with pytest.raises(UsageError, match="chmod 600"):
         make("r", [], file)

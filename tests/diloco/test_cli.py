@@ -157,6 +157,15 @@ def test_the_flags_of_a_run_fit_on_a_page():
     assert not [name for name in RunProcess.model_fields if is_expert(RunProcess, name) and name in options]
 
 
+def test_a_sample_of_no_checkpoint_is_refused_before_torch_is_imported():
+    """Which takes seconds, and gigabytes where it is missing."""
+    code = (
+        "import sys; sys.modules['torch'] = None; from diloco.cli import main; sys.exit(main(['sample', '/nonexist']))"
+    )
+    done = python("-c", code)
+    assert (done.returncode, "no such checkpoint or folder: /nonexist" in done.stderr) == (2, True)
+
+
 def test_the_list_of_commands_imports_none_of_them():
     """It stays quick."""
     code = "import sys; from diloco.cli import main; main([]); print(*sys.modules)"

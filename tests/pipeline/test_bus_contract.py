@@ -216,6 +216,22 @@ async def test_reports_age_by_the_servers_clock(bus: Bus) -> None:
     assert 0.09 <= seen.age_s < 30
 
 
+async def test_a_report_whose_time_is_gone_keeps_the_time_that_was_read_before(bus: Bus, backdoor: Backdoor) -> None:
+    """Or is new to who has read none: it is no learner that has been silent since 1970. It grows older as ever."""
+    await bus.write_report(samples.report())
+    await bus.read_reports()
+    await asyncio.sleep(0.1)
+    backdoor.delete(bus.keys.seen)
+    (seen,) = await bus.read_reports()
+    assert 0.09 <= seen.age_s < 30
+    other = await backdoor.connect()
+    await other.read_reports()
+    await asyncio.sleep(0.1)
+    (seen,) = await other.read_reports()
+    assert 0.09 <= seen.age_s < 30
+    await other.close()
+
+
 async def test_events_and_evaluations_are_read_in_order_from_any_point(bus: Bus) -> None:
     for name in ("one", "two", "three"):
         await bus.add_event(event(name))

@@ -505,6 +505,10 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
         load_checkpoint(tmp_path)
     with pytest.raises(UsageError, match="no such checkpoint or folder"):
         load_checkpoint(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="the checkpoint's name is empty"):
+        load_checkpoint("")
+    with pytest.raises(UsageError, match="is a file, and a checkpoint is a folder"):
+        load_checkpoint(__file__)
     (tmp_path / "latest").write_text("checkpoint-7\n")
     with pytest.raises(UsageError, match="checkpoint-7"):
         load_checkpoint(tmp_path)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import structlog
 
+from diloco import cli
 from diloco.export import export
 from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder
@@ -23,6 +24,7 @@ from diloco.launcher.page import left_in
 from diloco.options import RunProcess
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.files.replacing import write_named
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.fragment import Committed
 from diloco.pipeline.payload.codec import encode
@@ -273,3 +275,32 @@ def test_a_run_whose_disk_fills_up_saves_its_last_state_once_there_is_space(
         assert run.returncode == (0 if freed else 1), printed
         assert "merged share" in printed
         assert ("left no checkpoint (disk full: " in printed) != freed
+
+
+def test_files_that_a_user_named_are_written_whole_or_not_at_all(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the file; what was there stays."""
+    passwords, report = disk / "passwords", disk / "plan.json"
+    report.write_text("earlier")
+    fill(disk)
+    assert cli.main(["plan", "--json", str(report)]) == 1
+    assert f"No space left on device: '{report}'" in capsys.readouterr().err
+    assert report.read_text() == "earlier"
+    assert cli.main(["acl", "--passwords", str(passwords)]) == 2
+    assert f"cannot write the passwords to {passwords}: No space left on device" in capsys.readouterr().err
+    assert sorted(names_in(disk)) == ["filler", "plan.json"]
+
+
+def test_a_file_that_a_user_named_is_written_through_links_and_to_pipes(tmp_path: Path) -> None:
+    """`--json /dev/stdout` must not replace that name."""
+    (tmp_path / "link").symlink_to("file")
+    write_named(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "text"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_named(tmp_path / "pipe", "text")
+    assert os.read(reader, 10) == b"text"
+    assert (tmp_path / "pipe").is_fifo()
+    os.close(reader)

@@ -7,6 +7,7 @@ from math import inf
 from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Clock, Connection
+from diloco.pipeline.bus.stored_reports import Known
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
 from diloco_studies.virtual.memory_store import EntryId, Hash, MemoryStore, Stream
@@ -22,6 +23,7 @@ class MemoryCalls(Connection):
         self.clock = clock
         self._closed = False
         self._breaks = 0
+        self._known: Known = {}
         self._waiters: dict[asyncio.Event, None] = {}
 
     def use_spec(self, spec: Spec) -> None:

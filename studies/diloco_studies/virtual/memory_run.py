@@ -126,7 +126,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
                     del reports[name]
             for name in seen.keys() - reports.keys():
                 del seen[name]
-        return stored_reports.seen_reports(self._unix_ms(), reports, seen, {})
+        return stored_reports.seen_reports(self._unix_ms(), reports, seen, self._known)
 
     async def _add_capped(self, key: str, message: Message, cap: int) -> None:
         await self._turn()
