@@ -183,7 +183,7 @@ class _Watching(SettingsCommand):
         """Insert the default number after a `--watch` not followed by a number: the next argument may be DIR."""
         following = [*args[1:], ""]
         for at in reversed([at for at, one in enumerate(args) if one == "--watch"]):
-            if not re.fullmatch(r"[-+]?\.?[0-9][0-9.]*[a-z]*", following[at]):
+            if not re.fullmatch(r"[-+]?(\.?[0-9][0-9.]*[a-z]*|inf|nan)", following[at]):
                 args = [*args[: at + 1], str(WATCH_S), *args[at + 1 :]]
         return super().parse_args(ctx, args)
 

@@ -109,7 +109,10 @@ class Settings(BaseSettings):
                 raise ValueError("not UTF-8")
             if "\0" in value:
                 raise ValueError("has a NUL character")
-            if cls.model_fields[str(info.field_name)].annotation in (int, int | None):
+            annotation = cls.model_fields[str(info.field_name)].annotation
+            if not value and (Path in _types(annotation) or info.field_name == "data"):
+                raise ValueError("empty")  # as a path it would be the current folder
+            if annotation in (int, int | None):
                 return parse_whole(value)
         return value
 
@@ -380,7 +383,7 @@ class LearnerSettings(Settings):
         description="Where deltas are encoded and their bases and residuals are kept: host memory (cpu) or the model's "
         "device (4 bytes per parameter, 8 to 16 with quantized deltas). auto: a CUDA device if the model is on one",
     )
-    pace: Span = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
+    pace: Span = Field(0.0, le=86_400, description="Pad each inner step to this length, e.g. 200ms")
     leave_s: Span = expert(LEAVE_S, description="Time to flush unpublished training when the learner leaves")
     state_dir: Path | None = Field(
         None, description="Folder for this learner's moments, counters and random state (default: none)"

@@ -62,6 +62,11 @@ def _readable(bound: Any) -> Any:
     return written(bound) if isinstance(bound, float) else bound
 
 
+def _is_nan(value: Any) -> bool:
+    """Return whether a number, or its text, is NaN, which no bound admits."""
+    return bool(value != value or (isinstance(value, str) and value.strip().lower() == "nan"))
+
+
 def format_problem(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
     """Return what is wrong with a value, and what is allowed.
 
@@ -69,6 +74,10 @@ def format_problem(problem: ErrorDetails, field: FieldInfo | None = None) -> str
     """
     said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "not").rstrip(".")
     wrong, rule = _WORDS.get(problem["type"], (said, ""))
+    if problem["type"] == "string_too_short" and problem["ctx"]["min_length"] == 1:
+        return "empty"
+    if wrong in ("too small", "too large") and _is_nan(problem["input"]):
+        wrong = _NUMBER
     if field is None:
         takes = rule.format(**{name: _readable(one) for name, one in problem.get("ctx", {}).items()})
     else:

@@ -26,6 +26,7 @@ from typing import Self
 import structlog
 
 from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.interrupts import without_traceback
 from diloco.pipeline.process.party_names import own_name
@@ -71,6 +72,7 @@ class BaseLearner:
         self._opened = self._closed = False
         self._in_run = False  # it has joined, and has not begun to leave
         self._entered: Joined | None = None  # kept after leaving
+        self._steps_after_end = 0
         self._failure_raised = False  # the exchange thread's failure was raised to the caller
 
     # --- what a training loop sees ------------------------------------------------------------------
@@ -93,6 +95,15 @@ class BaseLearner:
         training.keeper.stepped(joined.shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()
+        state = joined.shared.state
+        if joined.over and state is not None and state.phase is Phase.FINISHED:
+            self._steps_after_end += 1
+            if self._steps_after_end == 2:  # the first one may have begun before the end
+                detail = (
+                    "the run is over: what is trained from here on counts for nothing; leave the loop when "
+                    "learner.finished is True"
+                )
+                structlog.get_logger().warning("trained_after_end", learner=self.id, detail=detail)
 
     @property
     def finished(self) -> bool:

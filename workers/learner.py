@@ -49,7 +49,7 @@ from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.rank_learner import RankThread
 from diloco.workers.ranks.shutdown import RankStopping
-from diloco.workers.ranks.topology import ranks_of, rendezvous
+from diloco.workers.ranks.topology import check_ranks, ranks_of, rendezvous
 from diloco.workers.rounds import Rounds
 from diloco.workers.spec_proposal import fitting
 from diloco.workers.stopping import Stopping
@@ -305,7 +305,7 @@ class Learner(BaseLearner):
 
     def _prepare(self) -> LearnerThread | RankThread:
         self.device = check_model(self.model)  # the model may have changed or moved since __init__ checked it
-        self._check_ranks()
+        check_ranks(self._ranks, self.model, self._mesh)
         run = self._url, self._given.run
         if not self._ranks:
             spec = self._proposal()
@@ -322,12 +322,6 @@ class Learner(BaseLearner):
         training = self._training(spec, shares.local(group.rank), folder)
         training.ranks = len(group.held)
         return RankThread(*run, training, group, shares, self._stopping)
-
-    def _check_ranks(self) -> None:
-        if ranks_of(self.model, self._mesh) != self._ranks:
-            raise UsageError(
-                "the model's ranks changed after its Learner was created: set up the ranks and wrap the model first"
-            )
 
     def _check_adoptions(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self._adopted is None:
@@ -352,7 +346,9 @@ class Learner(BaseLearner):
             make_folder=make_folder,
         )
         names = {tensor.name for tensor in spec.tensors}
-        watch = ModelWatch(self.model, names, check=self._check_ranks, optimizers=self._inner)
+        # A bound method would let the exchange thread hold the learner.
+        check = partial(check_ranks, self._ranks, self.model, self._mesh, names)
+        watch = ModelWatch(self.model, names, check=check, optimizers=self._inner)
         who, recovery, keeper = (self.id, self.incarnation), Recovery(moments), Keeper(moments, rounds)
         training = Training(*who, spec, layout, rounds, parameters, recovery, keeper, self.times, watch)
         if given.encode_on == "device" or (given.encode_on == "auto" and self.device.type == "cuda"):

@@ -62,12 +62,19 @@ def check_model_name(model: str) -> HfModel | None:
 
 
 def check_data(data: str, whose: str = "") -> None:
-    """Check that the text exists that a setting names. whose: says in the message where the setting is from.
+    """Check that the text exists that a setting names, and can be one, as far as this is quickly seen.
+
+    whose: says in the message where the setting is from.
 
     Raises:
-        UsageError: it does not exist, or needs a package that is not installed.
+        UsageError: it does not exist, cannot be trained on, or needs a package that is not installed.
     """
-    if data == "stdlib" or _file(data).exists():
+    if data == "stdlib":
+        return
+    if _file(data).exists():
+        from diloco.workers.trainer.data.text import check_start  # imports numpy
+
+        check_start(_file(data))
         return
     from diloco.workers.trainer.data.text_sources import DATA_SET  # imports numpy
 

@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 # A folder, or an address such as s3://bucket/path.
-Address = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)]
+Address = Annotated[
+    str, Field(min_length=1), BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)
+]
 
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")

@@ -112,7 +112,16 @@ def test_text_that_no_file_can_hold_is_refused():
         load(TrainerSettings, {"data": "book\udcff"})
 
 
-@pytest.mark.parametrize("text", ["soon", "10 days", "-5s", "ms", "1.2.3s"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(LearnerProcess, "data"), (LearnerProcess, "state_dir"), (SyncerProcess, "checkpoint_dir"), (DemoProcess, "out")],
+)
+def test_an_empty_path_is_not_the_current_folder(kind, name):
+    with pytest.raises(UsageError, match=f"{name}='': empty; set it with --"):
+        load(kind, {name: ""})
+
+
+@pytest.mark.parametrize("text", ["soon", "10 days", "1e308", "-5s", "ms", "1.2.3s"])
 def test_what_is_no_duration_is_refused(text):
     """By name, not by a stack trace."""
     with pytest.raises(UsageError, match=r"pace="):

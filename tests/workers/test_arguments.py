@@ -142,7 +142,7 @@ def test_a_learner_whose_program_names_neither_run_nor_learner_takes_those_of_it
         *(("leave_s", -1.0), ("leave_s", float("nan")), ("leave_s", float("inf")), ("leave_s", "20s")),
         *(("state_every_s", 0), ("state_every_s", -1), ("state_every_s", float("nan"))),
         *(("recover", "never"), ("encode_on", "gpu"), ("log_losses", "yes"), ("same_frozen", None)),
-        *(("state_dir", 3), ("sync", {"fragments": 2}), ("redis_url", 3)),
+        *(("state_dir", 3), ("state_dir", ""), ("state_dir", __file__), ("sync", {"fragments": 2}), ("redis_url", 3)),
         *(("trainer", {"a": [1]}), ("trainer", {"a": float("nan")}), ("trainer", [1])),
         ("trainer", {str(i): i for i in range(65)}),
         *(("state", [1]), ("state", {"data": 3}), ("state", {1: 3})),

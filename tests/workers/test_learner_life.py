@@ -25,7 +25,7 @@ from torch.utils.data._utils import signal_handling
 from diloco import cli
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import LearnerReplaced, UsageError
-from diloco.pipeline.messages.run import LearnerReport, SeenReport
+from diloco.pipeline.messages.run import LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import party_name
 from diloco.pipeline.payload import codec
@@ -450,6 +450,27 @@ def test_a_loop_that_does_not_ask_is_ended_between_two_steps(redis_server: str, 
     assert learner.left_in_order
     assert (tmp_path / "state.json").exists()
     assert [(seen.report.left, seen.report.step) for seen in reports(redis_server, run)] == [(True, min(steps, 4))]
+
+
+def test_a_loop_that_trains_on_after_the_runs_end_is_warned_once(redis_server: str) -> None:
+    """Not of the step that begins before the end, nor while the run drains."""
+    sync = SYNC.model_copy(update={"tokens": 30})
+
+    def has_ended() -> bool:
+        state = learner.joined.shared.state
+        return state is not None and state.phase is Phase.FINISHED
+
+    with (
+        a_syncer(redis_server, "beyond"),
+        learner_of(redis_server, "beyond", sync=sync) as learner,
+        capture_logs() as log,
+    ):
+        until(lambda: has_ended() or learner.step(1))
+        assert "trained_after_end" not in [line["event"] for line in log]
+        for _ in range(3):
+            learner.step(1)
+    (told,) = [line for line in log if line["event"] == "trained_after_end"]
+    assert "learner.finished" in told["detail"]
 
 
 def test_a_programs_own_handler_stays(redis_server: str) -> None:

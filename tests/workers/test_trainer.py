@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -79,6 +81,7 @@ class FakeLearner:
         return sum(self.tokens) >= self.budget
 
     over = finished
+    exit_status = 0
 
     @property
     def progress(self) -> float:
@@ -258,6 +261,31 @@ def test_a_signal_ends_it_between_two_steps(number: int, book: Path, monkeypatch
     assert FakeLearner.made[0].left
 
 
+def test_a_signal_ends_it_in_a_pause(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep goes on after the handler of a signal."""
+    tell = FakeLearner.step
+
+    def step(self: FakeLearner, tokens: int, loss: torch.Tensor) -> None:
+        tell(self, tokens, loss)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    monkeypatch.setattr(FakeLearner, "step", step)
+    began_s = time.monotonic()
+    assert trainer.train(settings(book, pace="20s")) == AGAIN_STATUS
+    assert len(FakeLearner.made[0].tokens) == 1
+    assert time.monotonic() < began_s + 15
+
+
+def test_a_run_that_ends_in_a_pause_ends_it(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: FakeLearner, tokens: int, loss: torch.Tensor) -> None:
+        threading.Timer(0.5, self.tokens.append, (self.budget,)).start()
+
+    monkeypatch.setattr(FakeLearner, "step", step)
+    began_s = time.monotonic()
+    assert trainer.train(settings(book, pace="20s")) == 0
+    assert time.monotonic() < began_s + 15
+
+
 def test_a_signal_before_the_first_step_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits to join has nothing to save: status 75. While training a signal only sets the flag."""
     exits: list[int] = []
@@ -338,11 +366,22 @@ def test_it_waits_for_a_redis_that_is_not_there_yet(book: Path, monkeypatch: pyt
 
 def test_pace_pads_each_step(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sleep and the step together have the length that was asked for."""
-    slept: list[float] = []
-    monkeypatch.setattr("diloco.workers.trainer.trainer.time.sleep", slept.append)
+    now_s, steps_s = [0.0], list[float]()
+    tell = FakeLearner.step
+
+    def step(self: FakeLearner, tokens: int, loss: torch.Tensor) -> None:
+        steps_s.append(now_s[0])
+        now_s[0] += 4.0
+        tell(self, tokens, loss)
+
+    def sleep(for_s: float) -> None:
+        now_s[0] += for_s
+
+    monkeypatch.setattr(FakeLearner, "step", step)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
     trainer.train(settings(book, pace="10s"))
-    assert len(slept) == len(FakeLearner.made[0].tokens)
-    assert all(5 < pause < 10 for pause in slept)
+    assert len(steps_s) > 10
+    assert steps_s == pytest.approx([10.0 * n for n in range(len(steps_s))])
 
 
 def test_no_redis_is_a_usage_error(book: Path) -> None:

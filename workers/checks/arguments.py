@@ -1,8 +1,8 @@
 """Check a `Learner`'s arguments at once; an error names the argument and what is allowed."""
 
+import errno
 import math
 import reprlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,8 @@ from diloco.workers.moments.state_folder import LOCK_FILE, LOSSES_FILE
 from diloco.workers.moments.stateful import Stateful
 
 MAX_STEP_TOKENS = 2**40
+# Errors of a full disk, which must not keep a returning learner from training.
+FULL = {errno.ENOSPC, errno.EDQUOT}
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -42,7 +44,7 @@ class Arguments(BaseModel):
     tokens: Annotated[int, BeforeValidator(parse_whole), Field(ge=1, le=2**62)] | None
     trainer: Annotated[dict[str, str | int | bool | _Finite | None] | None, Field(max_length=64)]
     leave_s: Annotated[_Finite, Field(ge=0)]
-    state_dir: str | Path | None = None
+    state_dir: Annotated[str, Field(min_length=1)] | Path | None = None
     state_every_s: Annotated[_Finite, Field(gt=0)] = STATE_S
     recover: Literal["auto", "peer", "fresh"] = "auto"
     log_losses: bool = False
@@ -84,8 +86,11 @@ def check_arguments(**given: Any) -> Arguments:
         wrong = " or ".join(dict.fromkeys(format_problem(one) for one in problems if one["input"] is first["input"]))
         raise UsageError(f"Learner: {name}={shown}: {wrong}") from None
     if arguments.state_dir is not None:
-        with suppress(OSError):  # a full disk must not keep a returning learner from training
+        try:
             try_folder(Path(arguments.state_dir), LOCK_FILE, LOSSES_FILE)
+        except OSError as error:
+            if getattr(error.__cause__, "errno", None) not in FULL:
+                raise UsageError(f"Learner: state_dir={_shown(arguments.state_dir)}: {error}") from None
     if arguments.log_losses and arguments.state_dir is None:
         raise UsageError("log_losses (DILOCO_LOG_LOSSES) needs state_dir for losses.jsonl: set it (--state-dir)")
     if arguments.state and arguments.state_dir is None:

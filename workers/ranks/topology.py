@@ -23,7 +23,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +44,7 @@ from diloco.pipeline.messages.wire import MAX_TENSORS, Message, Nonce, PartyId, 
 from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.encoding import Float32
+from diloco.workers.names import named_parameters
 from diloco.workers.parameters import fully_sharded, local_of, trained_tensors
 from diloco.workers.ranks.placement import Block
 from diloco.workers.ranks.shutdown import wait_for_gloo_threads
@@ -154,12 +155,13 @@ def gather_messages(group: Any, own: M) -> list[M]:
     return messages
 
 
-def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
+def ranks_of(model: nn.Module, mesh: Any = None, names: Collection[str] | None = None) -> tuple[int, ...]:
     """Return the global ranks that form one learner with this process; empty if it is a learner on its own.
 
     Args:
         model: the model to train.
         mesh: a DeviceMesh, a process group, `WORLD`, or None.
+        names: of the trained parameters, which may be frozen for a while; None: those that require a gradient.
 
     Raises:
         UsageError: the ranks cannot form one learner; the message gives the reason.
@@ -174,7 +176,7 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
             )
         if isinstance(module, DistributedDataParallel):
             found = _same(found, tuple(distributed.get_process_group_ranks(module.process_group)), "the model's DDP")
-    trained = trained_tensors(model)
+    trained = trained_tensors(model) if names is None else {n: one for n, one in named_parameters(model) if n in names}
     sharded = {name: tensor for name, tensor in trained.items() if hasattr(tensor, "device_mesh")}
     for name, tensor in sharded.items():
         _check_placements(name, tensor)
@@ -194,6 +196,18 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
     if len(found) > 1:
         _check_restarts()
     return () if len(found) == 1 and not sharded else found
+
+
+def check_ranks(known: tuple[int, ...], model: nn.Module, mesh: Any, names: Collection[str] | None = None) -> None:
+    """Check that a model still has the ranks `known`. The other arguments: see `ranks_of`.
+
+    Raises:
+        UsageError: they are other ranks now.
+    """
+    if ranks_of(model, mesh, names) != known:
+        raise UsageError(
+            "the model's ranks changed after its Learner was created: set up the ranks and wrap the model first"
+        )
 
 
 def _check_restarts() -> None:

@@ -210,6 +210,11 @@ def train_once(
         rows = Rows(blocks, order, settings, ranks)
         if stop is not None:
             stop.training = True  # only now: while the learner waits for its first shard, a signal ends it at once
+
+        def ends() -> bool:
+            # `exit_status` tells of a signal that the ranks have not agreed on yet: they do so in their next step.
+            return learner.finished or learner.exit_status != 0 or (stop is not None and stop.asked)
+
         while not (learner.finished or (stop is not None and stop.asked)):
             started = time.monotonic()
             loss = add_gradients(forward, rows.step(device), settings.accumulate, begin)
@@ -225,8 +230,8 @@ def train_once(
             update(model, optimizers, lr, settings.clip)
             learner.step(step_tokens, loss)
             steps += 1
-            if settings.pace:
-                time.sleep(max(0.0, started + settings.pace - time.monotonic()))
+            while (left_s := started + settings.pace - time.monotonic()) > 0 and not ends():
+                time.sleep(min(left_s, TIMES.check_s))  # a signal alone does not end a sleep
     asked = not learner.over if stop is None else stop.asked
     log.info("training_ended", learner=learner.id, steps=steps, reason="signal" if asked else "run finished")
     if learner.left_in_order:

@@ -30,6 +30,7 @@ from diloco.workers.trainer.data.text_sources import (
 from diloco.workers.trainer.data.tokens import BOUNDARY, MIN_BYTES, TextData, gather, split
 
 TOKENS = ".npy"
+_GIVE = "give a text file, a folder of them, or 'stdlib'"
 # Tokens read at a time in the search for the largest one. It bounds the memory.
 _PIECE = 2**24
 
@@ -54,15 +55,11 @@ def open_text(data: str) -> TextData:
     path = Path(data)
     if data.startswith(DATA_SET) or _is_table(data):
         return _open_documents(data)
+    check_start(path)
     if path.suffix == TOKENS:
         return _open_tokens(path)
     if path.is_file():
-        if path.stat().st_size < MIN_BYTES:
-            raise UsageError(f"data={data!r}: {path.stat().st_size} bytes are too few; give at least {MIN_BYTES}")
-        text = np.memmap(path, np.uint8, mode="r")
-        if BOUNDARY in text[:PROBE_BYTES]:
-            raise UsageError(f"data={data!r} is a binary file; give a text file, a folder of them, or 'stdlib'")
-        return split(text, files=1, skipped=0)
+        return split(np.memmap(path, np.uint8, mode="r"), files=1, skipped=0)
     if token_shards.is_shards(path):
         return token_shards.open_shards(path)
     if path.is_dir():
@@ -74,7 +71,28 @@ def open_text(data: str) -> TextData:
                 prepare = f"diloco data prepare {data} --out FOLDER"
                 raise UsageError(f"{error}. To turn its tables into token shards, run `{prepare}`") from error
             raise
-    raise UsageError(f"data={data!r}: no such file or folder; give a text file, a folder of them, or 'stdlib'")
+    raise UsageError(f"data={data!r}: no such file or folder; {_GIVE}")
+
+
+def check_start(path: Path) -> None:
+    """Check what is quickly seen of texts and token files: that there are files, their size, and how a file starts.
+
+    Raises:
+        UsageError: there is nothing to train on.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UsageError(f"data={str(path)!r} is neither a file nor a folder; {_GIVE}")
+    if not path.exists() or token_shards.is_shards(path):
+        return
+    files = [path] if path.is_file() else visible_files(path)
+    if any(file.suffix in TABLES for file in files):
+        return
+    if (size := sum(file.stat().st_size for file in files)) < MIN_BYTES:
+        raise UsageError(f"data={str(path)!r}: {size} bytes are too few; give at least {MIN_BYTES}")
+    if path.is_file() and path.suffix != TOKENS:
+        with path.open("rb") as file:
+            if bytes([BOUNDARY]) in file.read(PROBE_BYTES):
+                raise UsageError(f"data={str(path)!r} is a binary file; {_GIVE}")
 
 
 @cache
