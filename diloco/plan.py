@@ -15,7 +15,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.replacing import write_named
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
-from diloco.pipeline.messages.wire import MAX_STEPS, Codec, GlobalCodec, OuterName
+from diloco.pipeline.messages.wire import MAX_MEMBERS, MAX_STEPS, Codec, GlobalCodec, OuterName
 from diloco.pipeline.needs import CHOSEN, Needs, needs_of, pace_of
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, Precision
 from diloco.pipeline.settings import SyncSettings, defaults
@@ -30,7 +30,7 @@ class PlanSettings(Site):
 
     section = "The run"
 
-    learners: int = Field(USUAL["learners"], ge=1, le=4096, description="Number of learners M")
+    learners: int = Field(USUAL["learners"], ge=1, le=MAX_MEMBERS, description="Number of learners M")
     ranks: int = Field(
         1, ge=1, le=4096, description="Ranks per learner, which share its parameters, gradients and moments (FSDP2)"
     )
@@ -86,7 +86,7 @@ def show(console: Console, needs: Needs) -> None:
     )
     say(
         "a Redis node: memory is maxmemory, and its machine needs twice as much; traffic is to and from learners and "
-        "syncers, and half as much if a syncer is on the same machine\n",
+        "syncers; that of a syncer on the same machine does not pass the network\n",
         console,
     )
     console.print("settings for all parties, in a file for --config:")

@@ -138,10 +138,14 @@ def pace_of(
     tried = [fragmented(one) for one in (BY_CHOICE if codec == "auto" else [codec])]
     fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the preferred codec
     if beyond(trip_s):
+        longer = in_force(interval, overlap_steps, trip_s / site.step_time)
         warnings.append(
-            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps that can hide it: the "
-            f"run lengthens its rounds from {interval} to "
-            f"{in_force(interval, overlap_steps, trip_s / site.step_time)} steps, which costs quality"
+            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps that can hide it: "
+            + (
+                f"the run lengthens its rounds from {interval} to {longer} steps, which costs quality"
+                if longer > interval
+                else "what learners train in the rest of it is overwritten"
+            )
         )
     # BLAS threads that wait for each other are lost to other fragments, so this is the smallest number that is enough.
     rest_s = hidden_s - (trip_s - step_s / fragments)
@@ -304,16 +308,15 @@ def needs_of(
     width, layers = shape_of(site)
     round_s = pace.interval * site.step_time
     up_bytes_per_s, down_bytes_per_s = (b * site.params / round_s for b in (wire, shown.pulled))
-    own_bytes_per_s = site.params * (shown.pulled + shown.rest + shown.momentum) / round_s  # of the syncers
-    traffic = learners * (up_bytes_per_s + down_bytes_per_s) * 2  # learners' side and the syncers'
-    traffic += site.params * shown.rest / round_s
+    # Each global is written once and pulled by every learner; each delta is written once and read once.
+    syncer_traffic = learners * up_bytes_per_s + site.params * (shown.pulled + shown.rest + shown.momentum) / round_s
+    traffic = learners * (up_bytes_per_s + down_bytes_per_s) + syncer_traffic
     redis_memory = redis_bytes(site.params, learners, pace.codec)
     by_traffic = math.ceil(traffic / REDIS_BYTES_PER_S / LINK_SHARE)
     by_memory = math.ceil(redis_memory / REDIS_MEMORY_BYTES / LINK_SHARE)
     whole = syncer_bytes(site.params, learners, pace.codec, outer)
     outer_cores = outer_operations(site, outer) / round_s / CORE_FLOPS
     cores = learners * up_bytes_per_s / site.merge_rate + outer_cores
-    syncer_traffic = learners * up_bytes_per_s + own_bytes_per_s
     most, room = pace.fragments + 1, SYNCER_MEMORY_BYTES * LINK_SHARE  # with more, more than one would be a standby
 
     def memory_of(count: int) -> float:

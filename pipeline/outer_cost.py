@@ -10,8 +10,9 @@ from typing import NamedTuple
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.wire import OuterName
 
-# Operations per second of one core in matrix products, measured on an otherwise idle core (docs/results/outer-step.md).
-CORE_FLOPS = 120e9
+# Operations per second of one core in large matrix products, as measured beside the outer step
+# (docs/results/outer-step.md). An otherwise idle core reaches 120e9.
+CORE_FLOPS = 100e9
 
 
 class Speed(NamedTuple):
@@ -32,13 +33,13 @@ CHEAPER = (
 
 
 def matrix_operations(rows: float, columns: float, outer: OuterName) -> float:
-    """Return the operations of one outer step of a matrix (rows, columns); elementwise work is not counted.
+    """Return the operations of large matrix products that take as long as one outer step of a matrix (rows, columns).
 
-    Halley multiplies X X^T at half the cost of a full product, and divides by halves. For n x n that is 3.7 n^3
-    operations, which take as long as 5.6 n^3 in large products would (docs/results/outer-step.md).
+    Halley's step itself has 3 few^2 many + 2/3 few^3 operations. Its products are smaller and its copies cost time, so
+    that it takes as long as 5.5 few^2 many, whether the matrix is square or wide (docs/results/outer-step.md).
     """
     few, many = min(rows, columns), max(rows, columns)
-    return 1.5 * (3 * few**2 * many + 0.7 * few**3) if outer == "halley" else 0.0
+    return 5.5 * few**2 * many if outer == "halley" else 0.0
 
 
 def operations_of(tensors: Iterable[TensorSpec], outer: OuterName) -> float:

@@ -21,6 +21,7 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
     MAX_FRAGMENTS,
     MAX_LEASE_S,
+    MAX_MEMBERS,
     MAX_STEPS,
     Codec,
     GlobalCodec,
@@ -199,7 +200,7 @@ class SyncSettings(Settings):
     )
     fragments: int = Field(8, ge=1, le=MAX_FRAGMENTS, description="Number of fragments P, at most one per tensor")
     sync_interval: int = Field(24, ge=1, le=MAX_STEPS, description="Inner steps H between two syncs of one fragment")
-    quorum: int = Field(1, ge=1, le=4096, description="Minimum number of learners K for a merge")
+    quorum: int = Field(1, ge=1, le=MAX_MEMBERS, description="Minimum number of learners K for a merge")
     overlap_steps: int = Field(
         2, ge=0, le=MAX_STEPS, description="Inner steps tau that a sync may take in the background"
     )

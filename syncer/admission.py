@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from diloco.pipeline.messages.fragment import DeltaHeader, Head, RefusalReason
-from diloco.pipeline.messages.wire import MAX_LEARNERS
+from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_MEMBERS
 from diloco.syncer.times import TIMES
 
-# The head records the bases of two merges, and holds up to `MAX_LEARNERS` of them.
-MAX_MEMBERS = MAX_LEARNERS // 2
 # Deltas of one learner that can wait for the next window: on two bases, before and after a restart of the learner.
 HELD_A_LEARNER = 4
 

@@ -86,9 +86,9 @@ from enum import StrEnum
 from typing import ClassVar
 
 from diloco.pipeline.messages.fragment import Head, RefusalReason
+from diloco.pipeline.messages.wire import MAX_MEMBERS
 from diloco.syncer.admission import (
     DUPLICATE,
-    MAX_MEMBERS,
     Accepted,
     Admission,
     DeltaFormat,

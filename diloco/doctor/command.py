@@ -26,7 +26,7 @@ from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
 from diloco.pipeline.files.address import Address
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.findings import Finding, error, ok, warning
-from diloco.pipeline.messages.wire import PartyName
+from diloco.pipeline.messages.wire import MAX_MEMBERS, PartyName
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
 from diloco.pipeline.settings import BusSettings, Settings, SyncSettings, defaults
 from diloco.pipeline.site import MAX_PARAMS, MIN_PARAMS
@@ -248,7 +248,7 @@ def command(
         str | None,
         typer.Option(metavar="DURATION", help="Time of an inner step (default: as reported by the run's learners)"),
     ] = None,
-    learners: Annotated[int, typer.Option(min=1, max=4096, help="Learners of the planned run")] = LEARNERS,
+    learners: Annotated[int, typer.Option(min=1, max=MAX_MEMBERS, help="Learners of the planned run")] = LEARNERS,
     here: Annotated[int, typer.Option(min=1, max=4096, help="Learners that train on this machine's CPU")] = 1,
     party: Annotated[
         Party, typer.Option("--as", metavar="all|learner|syncer", help="Planned role of this machine")

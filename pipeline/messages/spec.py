@@ -14,7 +14,7 @@ from diloco.pipeline.messages.wire import (
     MAX_CHUNKS,
     MAX_DIMS,
     MAX_FRAGMENTS,
-    MAX_LEARNERS,
+    MAX_MEMBERS,
     MAX_STEPS,
     MAX_TENSORS,
     Codec,
@@ -75,7 +75,7 @@ class SyncSpec(Message):
 
     fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
     sync_interval: Annotated[int, Field(ge=1, le=MAX_STEPS)]
-    quorum: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
+    quorum: Annotated[int, Field(ge=1, le=MAX_MEMBERS)]
     overlap_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     grace_gamma: Annotated[float, Field(ge=0, lt=1)]
     codec: Codec

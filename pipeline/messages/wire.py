@@ -38,6 +38,8 @@ def check_format(said: object) -> object:
 # Measured on two busy cores: 1,024 fragments join within 30 s; with 4,096 the syncer was so busy that leases lapsed.
 MAX_FRAGMENTS = 1024
 MAX_LEARNERS = 4096
+# Most learners in one merge: a head names the learners of two merges, `MAX_LEARNERS` at most.
+MAX_MEMBERS = MAX_LEARNERS // 2
 MAX_TENSORS = 100_000
 # Dimensions of a tensor.
 MAX_DIMS = 16

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.messages.fragment import MergedBase, RefusalReason
-from diloco.pipeline.messages.wire import MAX_LEARNERS
+from diloco.pipeline.messages.wire import MAX_MEMBERS
 from diloco.syncer.admission import Accepted, Admission, DeltaFormat, Held, NextWindow, Offer, Refused
 from diloco.syncer.window import Window
 from tests import samples
@@ -71,11 +71,11 @@ def test_of_an_earlier_attempt_what_it_has_beyond_the_later_one_is_lost(tokens: 
 
 def test_a_window_and_the_next_take_so_many_learners_as_a_head_has_room_for() -> None:
     """It keeps the bases of two merges. One learner more is refused as a flood, with what it trained."""
-    offers = [Offer(f"{n}-0", samples.header(f"l{n}", tokens=7)) for n in range(MAX_LEARNERS // 2 + 1)]
+    offers = [Offer(f"{n}-0", samples.header(f"l{n}", tokens=7)) for n in range(MAX_MEMBERS + 1)]
     window, later = Window(samples.head(), FORMAT, 0.0), NextWindow()
     for offer in offers[:-1]:
         assert window.offer(offer, 0.0) == Accepted()
         assert later.hold(offer) == Held()
-    refused = Refused(RefusalReason.FLOOD, f"the window already has {MAX_LEARNERS // 2} learners", 7)
+    refused = Refused(RefusalReason.FLOOD, f"the window already has {MAX_MEMBERS} learners", 7)
     assert window.offer(offers[-1], 0.0) == refused
     assert later.hold(offers[-1]) == replace(refused, detail="too many deltas are waiting for the next window")

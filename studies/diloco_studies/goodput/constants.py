@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from diloco.pipeline.messages.wire import OuterName
+from diloco.pipeline.messages.wire import MAX_MEMBERS, OuterName
 from diloco.pipeline.methods import METHODS
 from diloco.pipeline.needs import GLOBALS
 from diloco.pipeline.settings import SyncerSettings, SyncSettings, defaults
@@ -87,7 +87,9 @@ class Constants(Site):
     # --- the protocol
     sync_interval: int = Field(PAPER["sync_interval"], ge=1, description="H of decoupled learners. Paper: 24")
     fragments: int = Field(PAPER["fragments"], ge=1, le=1024, description="P. Paper: 24")
-    quorum: int = Field(PAPER["quorum"], ge=1, le=1024, description="K of decoupled learners. Paper: 1, with grace")
+    quorum: int = Field(
+        PAPER["quorum"], ge=1, le=MAX_MEMBERS, description="K of decoupled learners. Paper: 1, with grace"
+    )
     overlap_steps: int = Field(PAPER["overlap_steps"], ge=0, description="tau. Paper: 2")
     grace_gamma: float = Field(
         USUAL["grace_gamma"],

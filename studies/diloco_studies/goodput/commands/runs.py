@@ -1,5 +1,6 @@
-"""Runs of the failure simulator over all cores, with a progress bar."""
+"""Runs of the failure simulator over all cores, with progress on stderr."""
 
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -7,12 +8,15 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from diloco_studies.goodput.commands.options import Sample
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.fleet import Run, simulate
 from diloco_studies.goodput.table import Cell, row
+
+# How often a line says how far the runs are, s, where stderr is not a terminal and shows no bar.
+TOLD_EVERY_S = 10.0
 
 
 class Task(NamedTuple):
@@ -31,7 +35,7 @@ def one(task: Task) -> Run:
     return replace(run, learners=())
 
 
-def rows(cells: Sequence[tuple[Constants, Cell]], sample: Sample, console: Console) -> list[dict[str, Any]]:
+def rows(cells: Sequence[tuple[Constants, Cell]], sample: Sample) -> list[dict[str, Any]]:
     """One row a cell, in order.
 
     Raises:
@@ -39,18 +43,23 @@ def rows(cells: Sequence[tuple[Constants, Cell]], sample: Sample, console: Conso
     """
     seeds = sample.seeds
     tasks = [Task(constants, cell, sample.days, seed) for constants, cell in cells for seed in range(seeds)]
-    runs = _all(tasks, sample.processes, console)
+    runs = _all(tasks, sample.processes)
     return [row(cell, runs[i * seeds : (i + 1) * seeds]) for i, (_, cell) in enumerate(cells)]
 
 
-def _all(tasks: Sequence[Task], jobs: int, console: Console) -> list[Run]:
+def _all(tasks: Sequence[Task], jobs: int) -> list[Run]:
     found: dict[int, Run] = {}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("simulating", total=len(tasks))
+    console, told_s = Console(stderr=True), time.monotonic()
+    columns = TextColumn("simulating, largest first"), BarColumn(), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, *times, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(tasks))
         for i, run in _outcomes(tasks, jobs):
             found[i] = run
             progress.advance(bar)
+            if not console.is_terminal and time.monotonic() > told_s + TOLD_EVERY_S:
+                console.print(f"simulated {len(found)} of {len(tasks)} runs, largest first", highlight=False)
+                told_s = time.monotonic()
     return [found[i] for i in range(len(tasks))]
 
 

@@ -12,7 +12,7 @@ import typer
 from diloco.cli import new_app
 from diloco.options import takes
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.wire import MAX_FRAGMENTS
+from diloco.pipeline.messages.wire import MAX_FRAGMENTS, MAX_MEMBERS
 from diloco.pipeline.needs import GLOBALS, USUAL
 from diloco.pipeline.redis_memory import CODECS
 from diloco_studies.goodput.commands.options import Files, Pictured, Sample, shares
@@ -25,7 +25,7 @@ app = new_app(
 
 Chips = Annotated[str, typer.Option(metavar="N,N,...", help="Chips of the whole run; '150k' is 150,000")]
 OneSize = Annotated[str, typer.Option(metavar="N", help="Chips of the whole run; '150k' is 150,000")]
-Learners = Annotated[str, typer.Option(metavar="M,M,...", help="Numbers of learners")]
+Learners = Annotated[str, typer.Option(metavar="M,M,...", help=f"Numbers of learners, each at most {MAX_MEMBERS:,}")]
 Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 10e9 or 70B")]
 
 TABLES, NEEDS = "diloco_studies.goodput.commands.tables", "diloco_studies.goodput.commands.needs"
@@ -146,7 +146,8 @@ def plan(
     settings: Planned,
     chips: OneSize = "20000",
     learners: Annotated[
-        int | None, typer.Option(metavar="M", help="Number of learners (default: chosen by the goodput)")
+        int | None,
+        typer.Option(metavar="M", min=1, max=MAX_MEMBERS, help="Number of learners (default: chosen by the goodput)"),
     ] = None,
     codec: Annotated[
         str,
@@ -173,7 +174,7 @@ def plan(
 @shares(files=Files())
 def mixed(
     settings: Constants,
-    learners: Annotated[int, typer.Option(min=2, max=512, help="M")] = 8,
+    learners: Annotated[int, typer.Option(min=2, max=MAX_MEMBERS, help="M")] = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds, for the error bars")] = 3,
     days: Annotated[float, typer.Option(min=0.01, max=365, help="Simulated days of each seed")] = 0.5,
     *,

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import MAX_MEMBERS
 from diloco.pipeline.units import YEAR_S, Span
 from diloco_studies.goodput import calibrate as fitting
 from diloco_studies.goodput import figures
@@ -15,8 +16,6 @@ from diloco_studies.goodput.commands.runs import rows as run_rows
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.table import Cell, cells
 
-MAX_WINDOW = 512
-"""A window holds no more."""
 LINKS = {
     "mean_participants": "in",
     "overwritten": "lost",
@@ -40,7 +39,7 @@ def table(constants: Constants, chips: str, learners: str, sample: Sample, files
     """`diloco simulate table`."""
     sizes, counts = _asked(whole(chips, "chips"), learners, files)
     console = Console()
-    rows = run_rows([(constants, cell) for cell in cells(sizes, counts)], sample, console)
+    rows = run_rows([(constants, cell) for cell in cells(sizes, counts)], sample)
     shown = _grid(f"goodput / uptime, %: {_said(sample)} (in brackets: the paper's)", [f"{n:,} chips" for n in sizes])
     for name, mine in _by_name(rows).items():
         texts = []
@@ -64,7 +63,7 @@ def mtbi(constants: Constants, chips: str, learners: str, times: str, sample: Sa
     spans, console = numbers(times, Span, "times"), Console()
     kinds = [Cell("data-parallel", 1, size), *(Cell("decoupled", count, size) for count in counts)]
     wanted = [(constants.model_copy(update={"mtbi": span}), cell) for cell in kinds for span in spans]
-    rows = run_rows(wanted, sample, console)
+    rows = run_rows(wanted, sample)
     for row, (world, _) in zip(rows, wanted, strict=True):
         row["mtbi_s"], row["paper"] = world.mtbi, None
     shown = _grid(f"goodput % (uptime %, longest stall s) of {size:,} chips: {_said(sample)}", times.split(","))
@@ -102,7 +101,7 @@ def _fitted(
     seen = " and ".join(f"{chips:,}" for chips in figures.CHIPS if chips != held_out)
     console.print(f"fitting {', '.join(fitting.FREE)} to the columns of {seen} chips, in run time (1/goodput)")
     fitted = fitting.calibrate(constants, sample.days, told=console.print, held_out=held_out)
-    rows = run_rows([(fitted, Cell(f.method, f.learners, f.chips)) for f in figures.TABLE], sample, console)
+    rows = run_rows([(fitted, Cell(f.method, f.learners, f.chips)) for f in figures.TABLE], sample)
     for row in rows:
         row["held_out"] = row["chips"] == held_out
     console.print(_residuals(rows, sample, "seeds that the fit has not drawn"))
@@ -140,7 +139,7 @@ def link(constants: Constants, chips: str, learners: str, sample: Sample, files:
     steady = constants.model_copy(update={"link_trace": None})
     kinds = [Cell(method, count, size) for method in ("diloco", "decoupled") for count in counts]
     wanted = [(world, cell) for cell in kinds for world in (steady, constants)]
-    rows = run_rows(wanted, sample, console)
+    rows = run_rows(wanted, sample)
     title = f"{size:,} chips; a steady link of {constants.link / 1e9:g} Gbit/s, and {constants.link_trace}"
     shown = _grid(title, ["link", "goodput %", *LINKS.values()])
     for row, (world, cell) in zip(rows, wanted, strict=True):
@@ -170,8 +169,8 @@ def _asked(sizes: list[int], learners: str, files: Files) -> tuple[list[int], li
         raise UsageError(
             f"{min(sizes):,} chips are too few for {max(counts)} learners: use more --chips or fewer --learners"
         )
-    if max(counts) > MAX_WINDOW:
-        raise UsageError(f"--learners {max(counts)}: a window holds at most {MAX_WINDOW} learners")
+    if max(counts) > MAX_MEMBERS:
+        raise UsageError(f"--learners {max(counts)}: a merge has at most {MAX_MEMBERS:,} learners")
     return sizes, counts
 
 
