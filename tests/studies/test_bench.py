@@ -175,6 +175,9 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
         assert report["with_aof"][key] != report[key]
     assert report["redis_cpu_ratio"]["min"] > 0
     assert report["all_cpu_s"]["min"] > report["redis_cpu_s"]["min"]
+    into, out = 0.2 * (2 * 4 + 2 + 2 + 4), 0.2 * 2 * (4 + 2)  # MB: deltas, global, rest, momentum; deltas, globals
+    assert into <= report["redis_in_mb"]["min"] < 1.5 * into
+    assert out <= report["redis_out_mb"]["min"] < 1.5 * out
     assert {"others_share", "steal_share", "fresh_page_us", "redis_fresh_pages"} <= report.keys()
     assert 0 < report["merged_share"] <= 1
     assert "merged share of what was trained" in done.stdout

@@ -169,6 +169,9 @@ class Measured:
     redis_cpu_ratio: list[float] = field(default_factory=list)
     """Over what the same bytes cost it with the C client: the code's, whatever else the machine does."""
     redis_fresh_pages: list[float] = field(default_factory=list)
+    redis_in_mb: list[float] = field(default_factory=list)
+    """What Redis counts as received: payloads and all small calls."""
+    redis_out_mb: list[float] = field(default_factory=list)
     all_cpu_s: list[float] = field(default_factory=list)
     upload_s: list[float] = field(default_factory=list)
     """On the tape: from the set of contributions being fixed to the last of their bytes."""
@@ -349,7 +352,10 @@ def measure(
                 number = done + 1 - case.unmeasured
                 what = f"round {number} of {case.rounds}" if number > 0 else "rounds that do not count"
                 bar.update(task, completed=done, description=what)
+                before = _moved_mb(redis)
                 one = one_round(case, fleet, redis_pid)
+                names = "redis_in_mb", "redis_out_mb"
+                one |= {name: b - a for name, a, b in zip(names, before, _moved_mb(redis), strict=True)}
                 one |= _floor(case, url, benchmark, memory, one, redis_pid)
                 redis.ask("UNLINK", floor.KEY)
                 if number > 0:
@@ -366,6 +372,12 @@ def measure(
             }
             note["redis_peak_mb"] = round(int(redis.info("used_memory_peak")) / 1e6, 1)
     return found, note
+
+
+def _moved_mb(redis: Plain) -> tuple[float, float]:
+    """Into a server and out of it since it started, MB."""
+    into, out = (int(redis.info(f"total_net_{way}_bytes")) / 1e6 for way in ("input", "output"))
+    return into, out
 
 
 async def _commits(url: str, run: str) -> list[Committed]:

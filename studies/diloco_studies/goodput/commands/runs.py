@@ -16,7 +16,7 @@ from diloco_studies.goodput.fleet import Run, simulate
 from diloco_studies.goodput.table import Cell, row
 
 # How often a line says how far the runs are, s, where stderr is not a terminal and shows no bar.
-TOLD_EVERY_S = 10.0
+TOLD_EVERY_S = 30.0
 
 
 class Task(NamedTuple):
