@@ -22,16 +22,16 @@ import numpy as np
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.inspection import RedisExamination
+from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.bus.server import Server, to_maxmemory
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BusError, DilocoError, NotPermitted, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.liveness import is_live
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
+from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.pacing import known_steps
-from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process.cgroup import limits
 from diloco.pipeline.process.cores import blas_threads, one_blas_thread, product_speed, seen_cores, usable_cores
 from diloco.pipeline.ramps import interval_at, interval_in_force
@@ -164,7 +164,7 @@ async def read_run(bus: Bus, step_s: float | None) -> Run | None:
     data = await bus.read_spec()
     if data is None:
         return None
-    spec = decode(Spec, data)
+    spec = decode_spec(bus.keys, data)
     layout = layout_of(spec.tensors)
     heard = as_heard(await bus.read_reports(), await bus.info(), BUS_TIMES.live_s)
     live = [one.report for one in heard if is_live(one, BUS_TIMES.live_s)]

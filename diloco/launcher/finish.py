@@ -18,14 +18,13 @@ from diloco.launcher.page import MODEL_FILE, PAGE_FILE, reporting_bugs, write_pa
 from diloco.launcher.report import Outcome, build, ledger_line, summary
 from diloco.options import RunProcess
 from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.replacing import replace, write_named
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import printable
-from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.units import as_bytes, counted
 from diloco.pipeline.waiting import first_of
@@ -81,7 +80,7 @@ async def save_again(
     Gives up after `SAVE_AGAIN_S`, or when `stop` is set. limit_s: time that the syncer may take.
     """
     spec = await bus.read_spec()
-    elements = 0 if spec is None else layout_of(decode(Spec, spec).tensors).elements
+    elements = 0 if spec is None else layout_of(decode_spec(bus.keys, spec).tensors).elements
     if stop.is_set() or syncer.status in (0, AGAIN_STATUS) or not (full := disk_full(folder.path, elements)):
         return
     tell(

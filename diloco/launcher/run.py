@@ -42,12 +42,11 @@ from diloco.options import (
 )
 from diloco.pipeline.bus.ports import START, Bus, BusInfo
 from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Event, Phase
-from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process import logs, signals
 from diloco.pipeline.process.interrupts import end_with
 from diloco.pipeline.process.output import survive_closed_pipes
@@ -370,7 +369,7 @@ class Launcher:
         status = await self._status.read()
         if not status["fragments"]:
             return None
-        spec = decode(Spec, data)
+        spec = decode_spec(self._bus.keys, data)
         layout = layout_of(spec.tensors)
         since_s = state.started_unix_s  # older records are of earlier parts, which the state counts
         records = [record for record in read_archive(self._folder.tape) if record.unix_s >= since_s]

@@ -14,12 +14,14 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import Field
 
 from diloco.pipeline.bus.commits import Commit, Published
+from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, MomentsBoard, Offered, TapeEntry
-from diloco.pipeline.errors import BadMessage, BadPayload, BusError
+from diloco.pipeline.errors import BadMessage, BadPayload, BusError, OtherFormat
 from diloco.pipeline.messages.fragment import DeltaHeader, Head, MergedBase, Norms, RefusalReason, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, MAX_TOKENS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, decode_tape, encode
 
@@ -181,6 +183,26 @@ def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) 
 def _is_count(blob: bytes) -> bool:
     """Return whether it is a decimal number up to `MAX_TOKENS`; the length is checked before `int` parses it."""
     return blob.isdigit() and len(blob) <= 20 and int(blob) <= MAX_TOKENS
+
+
+def unlink(key: str) -> str:
+    """Return the remedy for a key of the run whose value no party can have written."""
+    return f"delete it (UNLINK '{key}'); the run's parties put the right value back"
+
+
+def decode_spec(keys: RunKeys, blob: bytes) -> Spec:
+    """Decode the run's spec.
+
+    Raises:
+        OtherFormat: it is of another release.
+        BadMessage: it is unreadable. The message names the key.
+    """
+    try:
+        return decode(Spec, blob)
+    except OtherFormat:
+        raise
+    except BadMessage as error:
+        raise BadMessage("the run's spec is unreadable", unlink(keys.spec), str(error)) from error
 
 
 def decode_count(what: str, blob: bytes | None) -> int:

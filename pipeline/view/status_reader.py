@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock
+from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.bus.server import fill_of_run
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.findings import Finding
@@ -13,7 +14,6 @@ from diloco.pipeline.liveness import live_learners, liveness_of
 from diloco.pipeline.messages.fragment import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view import trouble
 from diloco.pipeline.view.status import NO_FACTS, Status, build_status
 
@@ -79,7 +79,7 @@ class StatusReader:
         """
         bus, clock = self._bus, self._clock
         data = await bus.read_spec()
-        spec = None if data is None else decode(Spec, data)
+        spec = None if data is None else decode_spec(bus.keys, data)
         if spec is not None:
             bus.use_spec(spec)
         evaluation, info = await _last_evaluation(bus, clock), await bus.info()

@@ -12,6 +12,7 @@ import structlog
 from diloco.pipeline.agreement import WAITING_SYNCER, agree
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import Bus, BusInfo, Clock
+from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.bus.server import room
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.findings import Finding
@@ -20,7 +21,6 @@ from diloco.pipeline.messages.run import Phase, RunState, moment
 from diloco.pipeline.messages.spec import Spec, SyncSpec, Wanted
 from diloco.pipeline.outer_cost import Speed, operations_of
 from diloco.pipeline.pacing import min_step_s
-from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, check_outer, groups_on
@@ -201,7 +201,7 @@ class Start:
                 agree(self.settings, (await _retry(offer)).sync, SyncSettings, WAITING_SYNCER)
             await asyncio.sleep(TIMES.poll_s)
             data = await _retry(self.bus.read_spec)
-        spec = codec.decode(Spec, data)
+        spec = decode_spec(self.bus.keys, data)
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         state = await _retry(self.bus.read_state)
         if state is not None and state.phase is Phase.FINISHED:  # this syncer will end at once
@@ -269,7 +269,7 @@ class Start:
         state, data = await self.bus.read_state(), await self.bus.read_spec()
         if state is None or data is None:
             return None
-        spec = codec.decode(Spec, data)
+        spec = decode_spec(self.bus.keys, data)
         self.bus.use_spec(spec)
         fragments = range(spec.sync.fragments)
         # A head that cannot be read does not count as missing: its owner, the learners and the status report it.

@@ -136,6 +136,22 @@ def test_a_script_that_met_a_wrong_type_names_no_key() -> None:
 
 
 @pytest.mark.redis
+async def test_a_replica_is_named_with_the_address_to_use(bus: Bus, backdoor: RedisBackdoor) -> None:
+    """Also a call in flight at another call's refusal."""
+    client = backdoor.client
+    client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    try:
+        waits = asyncio.ensure_future(bus.read_offers(0, block_s=30.0))
+        await asyncio.sleep(0.1)
+        with pytest.raises(BusUnavailable, match=r"is a replica.*use the primary's address in DILOCO_REDIS_URL"):
+            await bus.acquire_lease(0, A, 10)
+        with pytest.raises(BusUnavailable, match=r"is not the primary; .*use the primary's address"):
+            await waits
+    finally:
+        client.execute_command("REPLICAOF", "NO", "ONE")
+
+
+@pytest.mark.redis
 @pytest.mark.parametrize("renamed", ["EVALSHA", "SCRIPT", "XADD"])
 async def test_a_server_without_scripts_or_streams_is_refused_with_what_a_run_needs(
     renamed: str, tmp_path: Path, popen: Callable[..., Any], redis_binary: Path | None
@@ -215,7 +231,11 @@ def test_an_error_that_is_a_kind_of_another_is_told_as_what_it_is(error: Excepti
         ("MISCONF Redis is configured to save RDB snapshots", BusFull, "it cannot write to its disk; free disk space"),
         ("NOPERM No permissions to access a key", NotPermitted, "does not let user 'syncer' do that in run 'r' (key "),
         ("NOPERM this user has no permissions to run the 'script|load' command", NotPermitted, "send SCRIPT LOAD in"),
-        ("READONLY You can't write against a read only replica.", BusUnavailable, "is now a replica"),
+        (
+            "READONLY You can't write against a read only replica.",
+            BusUnavailable,
+            "is a replica, which accepts no writes; if no",
+        ),
         ("LOADING Redis is loading the dataset in memory", BusUnavailable, "is loading its data"),
         ("CLUSTERDOWN The cluster is down", BusUnavailable, "a cluster that is down; start the node that is down"),
     ],

@@ -1,6 +1,7 @@
 """A key has what no party writes, for a time: the run goes on once it is gone. In virtual time."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.times import TIMES
 from diloco.tape import read_archive
-from diloco_studies.virtual.virtual_time import in_virtual_time
+from diloco.workers.exchange.redis_access import read_run
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 
@@ -78,6 +81,17 @@ async def test_one_unreadable_head_holds_up_its_fragment_alone_and_is_put_back_o
     world.store.delete(key)
     await world.until_version(version, 60.0)
     await end(*party)
+
+
+@in_virtual_time
+async def test_an_unreadable_spec_is_named_by_its_key() -> None:
+    """To the status and to whoever joins, with what to do."""
+    bus = MemoryBus("run", VirtualClock())
+    bus.store.values[bus.keys.spec] = b"garbage"
+    named = re.escape(f"the run's spec is unreadable; delete it (UNLINK '{bus.keys.spec}')")
+    for read in (read_status(bus, bus.clock), read_run(bus)):
+        with pytest.raises(BadMessage, match=named):
+            await read
 
 
 @in_virtual_time

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, NotPermitted
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.liveness import live_learners
@@ -88,7 +89,7 @@ class Joining:
             IdTaken: another process is this learner.
         """
         retry = self._outages.retry
-        held = codec.decode(Spec, await retry(self._bus.propose_spec, codec.encode(spec)))
+        held = decode_spec(self._bus.keys, await retry(self._bus.propose_spec, codec.encode(spec)))
         compare(spec, held)
         if spec.frozen and held.frozen is None:
             self._log.warning("frozen_not_compared", detail="the run lets frozen parameters differ (same_frozen=False)")

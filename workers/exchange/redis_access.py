@@ -12,9 +12,9 @@ import structlog
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import RedisBus, connect, open_bus
+from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.errors import BusUnavailable, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.payload import codec
 from diloco.pipeline.process import logs
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import PARTIES, BusSettings, load
@@ -81,7 +81,7 @@ async def read_run(bus: Bus) -> Spec | None:
     """Return the spec of the bus's run and make the bus ready for its fragments; None: there is no spec yet."""
     if (encoded := await bus.read_spec()) is None:
         return None
-    spec = codec.decode(Spec, encoded)
+    spec = decode_spec(bus.keys, encoded)
     bus.use_spec(spec)
     return spec
 

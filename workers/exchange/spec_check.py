@@ -8,6 +8,7 @@ one stays.
 import asyncio
 
 from diloco.pipeline.agreement import differences
+from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.liveness import is_live
@@ -62,7 +63,7 @@ class Agreement:
             BusError: ask again.
         """
         encoded = await self._bus.read_spec() or await self._bus.propose_spec(self._encoded)
-        held = self._spec if encoded == self._encoded else codec.decode(Spec, encoded)
+        held = self._spec if encoded == self._encoded else decode_spec(self._bus.keys, encoded)
         if held is self._spec or not differences(self._spec, held):
             self._other_since_s = None
             return

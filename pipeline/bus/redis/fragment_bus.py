@@ -30,7 +30,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.bus.redis import zero_copy
 from diloco.pipeline.bus.redis.calls import RedisCalls, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection, held
-from diloco.pipeline.bus.redis.redis_errors import THERE, unlink
+from diloco.pipeline.bus.redis.redis_errors import THERE
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, BusUnavailable, NotPermitted, Oversized, ScriptsMissing
 from diloco.pipeline.messages.fragment import DeltaHeader, Head, Rewound, WindowChanged, WindowView
@@ -223,7 +223,7 @@ class RedisFragments(RedisConnection, PayloadStore, Heads, Tape, Offers, Fragmen
         try:
             return schema.decode_head(fragment, fields)
         except BadMessage as error:
-            raise BadMessage(error.found, unlink(self.keys.head(fragment)), error.said) from error
+            raise BadMessage(error.found, schema.unlink(self.keys.head(fragment)), error.said) from error
 
     async def tape_end(self) -> dict[int, str]:
         groups = range(self.keys.groups)

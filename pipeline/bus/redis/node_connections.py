@@ -17,7 +17,7 @@ from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.nodes import Nodes
-from diloco.pipeline.bus.redis.redis_errors import CHECK_ADDRESS, ERRORS, translate
+from diloco.pipeline.bus.redis.redis_errors import CHECK_ADDRESS, ERRORS, USE_PRIMARY, translate
 from diloco.pipeline.bus.redis.redis_url import Place
 from diloco.pipeline.bus.redis.zero_copy import drop_all
 from diloco.pipeline.bus.times import BUS_TIMES
@@ -118,6 +118,8 @@ class Lanes:
             )
         if self.nodes.moves and told.remedy == CHECK_ADDRESS:  # the node's address does not come from the URL
             told.remedy = TAKEN_PLACE
+        elif self.nodes.moves and told.remedy == USE_PRIMARY:
+            told.remedy = ""
         return told
 
     def node_of(self, key: bytes | str | None) -> HostPort | None:
@@ -160,7 +162,8 @@ class Lanes:
             if self._closed:
                 raise BusUnavailable("the bus was closed") from None
             if way.left:
-                raise BusUnavailable(f"Redis at {where}: it is no longer the primary") from None
+                remedy = "" if self.nodes.moves else USE_PRIMARY
+                raise BusUnavailable(f"Redis at {where} is not the primary", remedy) from None
             self.notice(error, address)
             if isinstance(error, TimeoutError):
                 raise BusUnavailable(f"Redis at {where}: no answer in {limit_s:g} s") from None

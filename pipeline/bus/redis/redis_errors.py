@@ -8,6 +8,7 @@ import redis.exceptions as rx
 from diloco.pipeline.bus import acl, stored_reports
 from diloco.pipeline.bus.keys import run_of
 from diloco.pipeline.bus.redis.zero_copy import ReplyTooLarge
+from diloco.pipeline.bus.schema import unlink
 from diloco.pipeline.errors import (
     BadMessage,
     BusError,
@@ -36,7 +37,7 @@ _FULL = {
 }
 # States of a server in which it is unavailable for now; it, or another one in its place, may serve again.
 _UNAVAILABLE = {
-    "READONLY": "is now a replica, which accepts no writes",
+    "READONLY": "is a replica, which accepts no writes",
     "LOADING": "is loading its data from disk",
     "CLUSTERDOWN": "belongs to a cluster that is down",
     "TRYAGAIN": "is moving a slot",
@@ -47,11 +48,13 @@ _UNAVAILABLE = {
     "ASK": "is moving a slot",
     "DENIED": "accepts no connections from other machines while it has no password",
 }
+USE_PRIMARY = "if no primary takes its place at this address, use the primary's address in DILOCO_REDIS_URL"
 # Remedies for those states that need one.
 _UNAVAILABLE_REMEDIES = {
     "ASK": "this party continues on its own once the slot has moved",
     "CLUSTERDOWN": "start the node that is down. With `cluster-require-full-coverage no`, the other nodes keep serving "
     "meanwhile",
+    "READONLY": USE_PRIMARY,
     "DENIED": "give it a password or users (`diloco acl`), and put the login in DILOCO_REDIS_URL",
 }
 # redis-py removes the code from the text of these errors. Subclasses stand before their base classes.
@@ -157,11 +160,6 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
         return BusError(f"Redis at {where} refuses the command", said=text)
     found, remedy = next((told for sign, *told in _NOT_THERE if sign in text), ("it does not answer", ""))
     return BusUnavailable(f"Redis at {where}: {found}", remedy, text.rstrip(".") or type(error).__name__)
-
-
-def unlink(key: str) -> str:
-    """Return the remedy for a key of the run whose value no party can have written."""
-    return f"delete it (UNLINK '{key}'); the run's parties put the right value back"
 
 
 def _code(error: BaseException, text: str) -> str:

@@ -19,7 +19,6 @@ from diloco.pipeline.bus.ports import (
 )
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms, unix_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
-from diloco.pipeline.bus.redis.redis_errors import unlink
 from diloco.pipeline.bus.redis.run_list import RedisRuns
 from diloco.pipeline.bus.times import BUS_TIMES
 from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
@@ -44,7 +43,7 @@ def _state(blob: bytes | None, key: str) -> RunState | None:
     try:
         return schema.decode_state(blob)
     except BadMessage as error:
-        raise BadMessage("the run's state is unreadable", unlink(key), str(error)) from error
+        raise BadMessage("the run's state is unreadable", schema.unlink(key), str(error)) from error
 
 
 class RedisRunData(RedisConnection, SpecAndState, Reports, RunLogs, InitialUploads, MomentsExchange, SyncerBoard):

@@ -15,6 +15,7 @@ from typing import TypeVar
 import structlog
 
 from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock, TapeEntry
+from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.bus.tape_reading import lost, previous_id
 from diloco.pipeline.errors import BusError, DilocoError, PeerError
 from diloco.pipeline.files.strict_json import dumps
@@ -22,7 +23,6 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.fragment import TapeRecord
 from diloco.pipeline.messages.run import Evaluation, Event
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.loss_curves import loss_curves
 from diloco.pipeline.view.page.join_command import RedisRoute
 from diloco.pipeline.view.page.last_poll import Reading
@@ -280,7 +280,7 @@ class RunReader:
     async def _read_spec(self) -> None:
         data = await self._bus.read_spec()
         if data != self._spec_bytes:
-            self._spec = None if data is None else decode(Spec, data)
+            self._spec = None if data is None else decode_spec(self._bus.keys, data)
             self._spec_bytes, self._shares = data, {}
             if self._spec is not None:
                 layout = layout_of(self._spec.tensors)
