@@ -202,6 +202,7 @@ def test_a_longer_interval_is_taken_only_where_the_link_wants_it() -> None:
     hopeless = pace_of(Site(**LARGE | {"link": "10Mbps"}), 4, 2, "bf16", "fp32", "nesterov")
     assert any("times the bandwidth" in warning for warning in hopeless.warnings)
     assert "takes longer than" in hopeless.why["fragments"]
+    assert any("is overwritten" in warning for warning in hopeless.warnings), "a round of 512 steps is not lengthened"
 
 
 def test_the_busier_direction_of_a_slow_link_makes_the_interval_longer() -> None:
