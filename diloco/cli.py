@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from errno import EDQUOT, ENOSPC
 from importlib.util import find_spec
 from typing import Annotated, Any, NamedTuple
 
@@ -187,8 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PermissionError as error:
         sys.stderr.write(f"error: {error_text(error)}\n")
         return REFUSED_STATUS
-    except (OSError, SafetensorError) as error:  # a full disk, a damaged file: the system's message says which
-        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+    except (OSError, SafetensorError) as error:  # a full disk, a damaged file
+        full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT) and error.filename is None
+        remedy = "; free some space on the disks that this command writes to" if full else ""  # no file is named
+        sys.stderr.write(f"error: {type(error).__name__}: {error}{remedy}\n")
         return 1
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)

@@ -206,7 +206,12 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it():
         (SpecMismatch("fragments: here 8, the run has 4"), "fragments: here 8, the run has 4", 2),
         (NotPermitted("no", "ask", "NOPERM"), "no; ask (NOPERM)", 2),
         (BusUnavailable("no route"), "no route", 1),
-        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device", 1),
+        (
+            OSError(28, "No space left on device"),
+            "OSError: [Errno 28] No space left on device; free some space on the disks that this command writes to",
+            1,
+        ),
+        (OSError(28, "No space left on device", "/m/f"), "OSError: [Errno 28] No space left on device: '/m/f'", 1),
         (PermissionError(1, "Operation not permitted"), "[Errno 1] Operation not permitted", 2),
     ],
 )

@@ -49,7 +49,7 @@ SENDERS_DROPPED = (
 )
 SKIPPED = (
     "no party of this build can have written it, so it is in no archive, report or page. If it stands in place of a "
-    "merge or a refusal, the ledger has a gap; fragments and learners are not affected. To delete it: XDEL '%s' %s"
+    "merge or a refusal, its tokens are a gap in the ledger. Merging continues. To delete it: XDEL '%s' %s"
 )
 
 

@@ -151,9 +151,9 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
         at, remedy = (f"at {named}", unlink(named)) if named else ("there", "")
         return BadMessage(f"Redis at {where} holds a value of the wrong type {at}", remedy, text)
     if unknown := _UNKNOWN.search(text):
-        what = f"the command {unknown[1]}" if unknown[1] else "a command that the run's scripts call"
+        name = unknown[1] or "that a script of the run calls"
         remedy = "use a service that allows scripts (EVALSHA, SCRIPT) and streams (XADD, XREAD ...)"
-        return UsageError(f"Redis at {where} does not have {what}", remedy, text)
+        return UsageError(f"Redis at {where} does not have the command {name}", remedy, text)
     if "max number of clients" in text:
         return BusUnavailable(f"Redis at {where} has reached its connection limit", "raise its maxclients", text)
     if isinstance(error, rx.ResponseError) and not isinstance(error, rx.ClusterError):
