@@ -346,7 +346,7 @@ def test_an_iterator_that_is_dropped_on_the_learners_own_thread_leaves_the_run(r
         held = [iter(loader)]
         loop.learn(next(held[0]))
         loop.step()
-        with pytest.raises(UsageError, match=r"in progress: close\(\) its iterator"):
+        with pytest.raises(UsageError, match=r"iterated already: close\(\) that iterator"):
             next(iter(loader))
         noted, exchange = signal.getsignal(signal.SIGTERM), loader.learner.joined.exchange
         flush = exchange.leave

@@ -92,9 +92,9 @@ async def test_what_no_redis_says_ends_the_wait():
     ("data", "said"),
     [
         (b"*1\r\n$10000000000\r\n", "a string of 10000000000"),
-        (b"*9\r\n" + b"$300\r\n%b\r\n" % bytes(300) * 9, "more than 1000 bytes"),
+        (b"*9\r\n" + b"$300\r\n%b\r\n" % bytes(300) * 9, "exceeds the limit of 1000 bytes"),
         (b"*2\r\n*8\r\n" + b"$0\r\n\r\n" * 8 + b"*9000\r\n", "an array of 9000"),
-        (b"+" + b"A" * 2000, "more than 1000 bytes"),
+        (b"+" + b"A" * 2000, "exceeds the limit of 1000 bytes"),
     ],
     ids=["one huge string", "many strings", "many values", "a line without an end"],
 )

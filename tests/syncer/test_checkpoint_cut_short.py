@@ -19,6 +19,7 @@ from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.saving import finish_checkpoint, run_folder
+from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.checkpointing import Checkpoints
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline, run_virtual
 from tests import samples
@@ -172,6 +173,7 @@ def checkpoints_of(bus: Any, place: Path) -> Checkpoints:
     """Of a syncer of both fragments."""
     spec, parts = samples.spec(), SimpleNamespace(fragments=range(2))
     context: Any = SimpleNamespace(bus=bus, agreed=SimpleNamespace(spec=spec), offload=inline, layout=parts)
+    context.clock, context.metrics = bus.clock, Metrics()
     context.nonce, context.random_hex = "cd" * 8, secrets.token_hex
     return Checkpoints(context, str(place), 5.0, lambda: [0, 1])
 

@@ -1,5 +1,6 @@
 """Promises about a model that is changed while a learner synchronises it: it is seen, and said by name."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from diloco.workers.checks.model_watch import SHARE, ModelWatch
 from diloco.workers.learner import Learner
 from diloco.workers.names import state_with
 from diloco.workers.parameters import FragmentParameters, tensor_table, trained_tensors
+from tests import HANGING_S
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_model_checks import process_group
 from tests.workers.test_parameters import Net, fragments_of
@@ -221,7 +223,13 @@ def test_a_learner_stops_at_a_changed_model(redis_server: str, change: Callable[
             for refused in ({"tokens": -1}, {"tokens": 1, "loss": torch.ones(2)}):
                 with pytest.raises(UsageError, match=r"^tokens=-1|step\(loss"):
                     learner.step(**refused)  # type: ignore[arg-type]
-            assert learner.joined.training.rounds.counts[:2] == (2, 1)
+            rounds = learner.joined.training.rounds
+            assert rounds.counts[:2] == (2, 1)
+            deadline = time.monotonic() + HANGING_S
+            while rounds.versions == (0,):
+                assert time.monotonic() < deadline
+                learner.step(tokens=1)
+            learner.step(tokens=1)  # on a new base, of which nothing is published yet
             change(model)
             with pytest.raises(UsageError, match=r"parameter \S+ (now requires|was)"):
                 go_on(learner)

@@ -96,7 +96,7 @@ async def _replies(connection: AbstractConnection, count: int, max_bytes: int) -
             raise rx.ConnectionError("connection closed")
         left -= len(data)
         if left < 0:
-            raise ReplyTooLarge(f"not a reply: more than {max_bytes} bytes")
+            raise ReplyTooLarge(f"the reply exceeds the limit of {max_bytes} bytes")
         reader.feed(data)
     return replies
 
@@ -268,7 +268,9 @@ class Reply(asyncio.BufferedProtocol):
                 stop = after + max(0, size) + (2 if size >= 0 else 0)
                 self._needed = stop
                 if stop > self._max_bytes:
-                    raise ReplyTooLarge(f"not a reply: more than {self._max_bytes} bytes, with a string of {size}")
+                    raise ReplyTooLarge(
+                        f"the reply exceeds the limit of {self._max_bytes} bytes, with a string of {size}"
+                    )
                 if stop > self._filled:
                     if stop > len(self._room):
                         self._grow(stop + _MIN_ROOM)
