@@ -140,7 +140,6 @@ def exit_status(error: DilocoError) -> int:
 
 
 def outage_event(error: BaseException) -> str:
-    """Return the name of the log event for an outage: Redis refuses writes, lacks scripts, or cannot be reached."""
-    if isinstance(error, BusFull):
-        return "bus_full"
-    return "scripts_missing" if isinstance(error, ScriptsMissing) else "bus_unavailable"
+    """Return the name of the log event for an error of the bus after which a party tries again."""
+    events = {BusFull: "bus_full", ScriptsMissing: "scripts_missing", PeerError: "data_unreadable"}
+    return next((event for kind, event in events.items() if isinstance(error, kind)), "bus_unavailable")

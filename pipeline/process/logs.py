@@ -12,7 +12,7 @@ from diloco.pipeline.process.output import survive_closed_stderr
 
 # Events of `outage_event`. Each task of a party meets an outage on its own and retries several times per second, so the
 # same line would be repeated very often.
-OUTAGES = frozenset({"bus_unavailable", "bus_full", "scripts_missing"})
+OUTAGES = frozenset({"bus_unavailable", "bus_full", "scripts_missing", "data_unreadable"})
 # A line about a continuing outage is repeated at most this often.
 OUTAGE_AGAIN_S = 10.0
 
