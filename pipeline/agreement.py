@@ -11,12 +11,20 @@ S = TypeVar("S", bound=Settings)
 
 # The most differences that are listed.
 MAX_LISTED = 20
+# The most characters of a value that are shown.
+MAX_SHOWN = 500
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it, not at any length."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def differences(here: Spec, held: Spec) -> str:
     """Return one line for each difference, at most `MAX_LISTED`; "" if there is none. `held` is the run's spec."""
     lines = [
-        f"  {part}.{name}: here {mine.get(name)!r}, the run has {theirs.get(name)!r}"
+        f"  {part}.{name}: here {shown(mine.get(name))}, the run has {shown(theirs.get(name))}"
         for part, mine, theirs in (
             ("sync", here.sync.model_dump(), held.sync.model_dump()),
             ("trainer", here.trainer, held.trainer),
@@ -86,7 +94,7 @@ def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str =
     """
     names = [name for name in kind.model_fields if name in spec]
     differing = {
-        name: f"  {name}: here {getattr(settings, name)!r}, {who} has {spec[name]!r}"
+        name: f"  {name}: here {shown(getattr(settings, name))}, {who} has {shown(spec[name])}"
         for name in names
         if name in settings.model_fields_set and getattr(settings, name) != spec[name]
     }

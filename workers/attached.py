@@ -97,7 +97,10 @@ def unwrapped(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
     Raises:
         UsageError: there is none, one is named twice, or one trains nothing of the model.
     """
-    inner = [check_optimizer(model, one) for one in (given if isinstance(given, list | tuple) else [given])]
+    optimizers = given if isinstance(given, list | tuple) else [given]
+    if not optimizers:
+        raise UsageError("the list of optimizers is empty: pass one, or None")
+    inner = [check_optimizer(model, one) for one in optimizers]
     hooked = [one for one in inner if one is not None]
     if not hooked or len(hooked) < len(inner) or len(set(map(id, hooked))) < len(hooked):
         raise UsageError(

@@ -18,6 +18,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import TracebackType
@@ -31,6 +32,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.interrupts import without_traceback
 from diloco.pipeline.process.party_names import own_name
 from diloco.pipeline.process.signals import AGAIN_STATUS
+from diloco.pipeline.settings import BusSettings, load
 from diloco.workers.batches import Batches
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.copies.losses import Loss
@@ -47,6 +49,14 @@ from diloco.workers.shard_reader import begin_batches, begin_blocks
 from diloco.workers.spec_proposal import proposal
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
+
+
+def _leave_dropped(thread: LearnerThread, learner: str, pid: int) -> None:
+    """End the thread of a learner to which nothing refers any more, so that the run does not count it as live."""
+    if thread.works and os.getpid() == pid:
+        detail = "nothing refers to this Learner any more: it leaves without its last training; call close() first"
+        structlog.get_logger().warning("learner_dropped", learner=learner, detail=detail)
+        thread.abandon()
 
 
 class BaseLearner:
@@ -220,8 +230,12 @@ class BaseLearner:
 
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:
-        """Return the spec of a run if it is there, else None; for a trainer that joins without settings of its own."""
-        return redis_access.read_spec(redis_url, run)
+        """Return the spec of a run if it is there, else None; for a trainer that joins without settings of its own.
+
+        Raises:
+            UsageError: there can be no run of this name.
+        """
+        return redis_access.read_spec(redis_url, load(BusSettings, {"run": run}).run)
 
     # --- joining and leaving --------------------------------------------------------------------------
 
@@ -309,6 +323,8 @@ class BaseLearner:
             with self._lock:  # checked under the lock: a `close` before this is seen here, a later one finds `_in_run`
                 self._go_on_joining()
                 self._entered, self._in_run = joined, True
+            if isinstance(thread, LearnerThread):
+                weakref.finalize(self, _leave_dropped, thread, self.id, self._pid).atexit = False
             return joined
         except BaseException:
             self._entered, self._in_run = None, False
@@ -374,6 +390,11 @@ class BaseLearner:
         if not joined.thread.works:
             joined.forget()
         return True
+
+    @property
+    def is_training(self) -> bool:
+        """True while the learner is in its run, in this process, and its exchange thread works."""
+        return self._is_here and self._in_run and self._entered is not None and self._entered.thread.works
 
     @property
     def _is_here(self) -> bool:

@@ -11,6 +11,7 @@ report and picture.
 
 import asyncio
 import copy
+import math
 import random
 import threading
 from collections.abc import Iterator
@@ -59,8 +60,21 @@ class Evaluator:
             device: where the copy is; default: where the model is.
 
         Raises:
-            UsageError: there is no Redis URL, the run's name is invalid, or the model cannot be copied.
+            UsageError: there is no Redis URL, an argument is invalid, or the model cannot be copied.
         """
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"Evaluator: model is a {type(model).__name__}: pass the torch.nn.Module to measure")
+        if not callable(loss_fn):
+            raise UsageError(
+                f"Evaluator: loss_fn is a {type(loss_fn).__name__}: pass a function of the model that returns its loss"
+            )
+        if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0 <= every_s < math.inf:
+            raise UsageError(f"Evaluator: every_s={every_s!r}: pass a number of seconds from 0 on")
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError, TypeError) as error:  # AssertionError: torch was built without CUDA
+            told = str(error).splitlines()[0]
+            raise UsageError(f"Evaluator: device={device!r} is not available on this machine ({told})") from None
         self._run, self._url = load(BusSettings, {"run": run}).run, url_of(redis_url)
         self._every_s = every_s
         self._measured = Measured(_copy(model, device), loss_fn)

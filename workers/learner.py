@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import structlog
 import torch
@@ -42,7 +43,7 @@ from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.moments.stateful import Stateful
 from diloco.workers.names import state_with
-from diloco.workers.parameters import Adopted, FragmentParameters, described
+from diloco.workers.parameters import Adopted, FragmentParameters, described, trained_tensors
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
 from diloco.workers.proposed import Proposed
 from diloco.workers.ranks.placement import Shares
@@ -54,6 +55,9 @@ from diloco.workers.rounds import Rounds
 from diloco.workers.spec_proposal import fitting
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
+
+# The learners of this process, to find two of one model.
+_made = WeakSet["Learner"]()
 
 
 class Learner(BaseLearner):
@@ -158,7 +162,7 @@ class Learner(BaseLearner):
         if given.sync is not None:
             proposed = self._proposed()
             proposed.tensor_table(fitting(given.sync, proposed))
-        self._inner = [] if optimizer is None else unwrapped(model, optimizer or [optimizer])
+        self._inner = [] if optimizer is None else unwrapped(model, optimizer)
         if not (adopted is None or callable(adopted)):
             raise UsageError("adopted=...: pass a function that takes a parameter and its previous values")
         self._adopted = adopted
@@ -166,6 +170,8 @@ class Learner(BaseLearner):
         if given.same_frozen:
             check_frozen(model)
         self._attached: Attached | None = None
+        self._parameter_ids = frozenset[int]()
+        _made.add(self)
 
     def step(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None = None) -> None:
         """Count the inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
@@ -305,6 +311,16 @@ class Learner(BaseLearner):
 
     def _prepare(self) -> LearnerThread | RankThread:
         self.device = check_model(self.model)  # the model may have changed or moved since __init__ checked it
+        held = self._parameter_ids = frozenset(map(id, trained_tensors(self.model).values()))
+        for other in {one for one in _made if one is not self and one.is_training}:
+            if other._attached is not None and other._given.run == self._given.run:  # its optimizer keeps it
+                detail = f"learner {other.id} of this run is still attached in this process, and counts as live: "
+                structlog.get_logger().warning("learner_still_open", learner=self.id, detail=detail + "close() it")
+            if held & other._parameter_ids:
+                raise UsageError(
+                    f"this model is already trained by learner {other.id}, so its steps would count twice: close() "
+                    "that learner first, or use it"
+                )
         check_ranks(self._ranks, self.model, self._mesh)
         run = self._url, self._given.run
         if not self._ranks:

@@ -70,6 +70,8 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if tensor.dim() > MAX_DIMS:
             raise UsageError(f"parameter {name} has {tensor.dim()} dimensions, but at most {MAX_DIMS} are allowed")
         trained[name] = tensor
+    if not trained and any(tensor.requires_grad for _, tensor in named_parameters(model)):
+        raise UsageError("the model's parameters that require a gradient have no elements: there is nothing to train")
     if not trained:
         raise UsageError(
             "none of the model's parameters requires a gradient, so a learner would have nothing to train: call "

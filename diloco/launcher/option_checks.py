@@ -14,8 +14,12 @@ def check(settings: RunProcess) -> None:
     """Check the settings of `diloco run` that only make sense together.
 
     Raises:
-        UsageError: some do not; the message names them.
+        UsageError: some do not; the message names them. Or the current folder was deleted.
     """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was deleted: change to another one") from None
     if (model := check_model_name(settings.model)) is not None:
         from diloco.workers.trainer.data.tokenized import check_model  # imports transformers and torch
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from diloco.pipeline.messages.run import SeenReport
 from diloco.pipeline.messages.wire import MAX_LOSS
+from diloco.pipeline.units import counted
 
 # The most incarnations whose curves are kept: the ones heard from last.
 MAX_CURVES = 512
@@ -104,5 +105,5 @@ def curve_line(curves: Collection[LossCurve], points: int = 32) -> str:
     step = (high - low) / (len(BARS) - 1) or 1.0
     bars = "".join(" " if one is None else BARS[round((one - low) / step)] for one in means)
     learners = len({one["learner"] for one in curves})
-    whose = "its learner" if learners == 1 else f"{learners} learners"
-    return f"training loss of {whose} {there[0]:.4g} {bars} {there[-1]:.4g}, on their own data"
+    whose = "its" if learners == 1 else "their"
+    return f"training loss of {counted(learners, 'learner')} {there[0]:.4g} {bars} {there[-1]:.4g}, on {whose} own data"

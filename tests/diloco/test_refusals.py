@@ -144,6 +144,17 @@ def test_a_name_that_nothing_has_is_refused_before_anything_is_begun(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("out", ["relative", "/nowhere/absolute"])
+def test_a_run_does_not_start_in_a_deleted_folder(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert main(["run", "--out", out]) == REFUSED
+    assert "the current folder was deleted: change to another one" in capsys.readouterr().err
+
+
 def test_a_token_that_is_too_short_is_told_the_least_length(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

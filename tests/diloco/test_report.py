@@ -441,7 +441,7 @@ def test_a_report_has_the_learners_losses_by_time_and_tokens():
     curve = {"learner": "l0", "begin_s": 1001.0, "every_s": 2.0, "losses": [3.0, None, 2.5]}
     built = build(outcome(curves=[curve], progress=[(1000.0, 0), (1010.0, 200)]))
     assert built["curves"] == [curve | {"begin_s": 1.0, "tokens": [60, 100, 140]}]
-    line = "training loss of its learner 3 "
+    line = "training loss of 1 learner 3 "
     assert line in summary(json.loads(json.dumps(built)))
     del built["curves"]  # of an earlier build
     assert line not in summary(built)

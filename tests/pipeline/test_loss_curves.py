@@ -84,6 +84,8 @@ def test_a_line_of_text_draws_the_mean_of_all_learners() -> None:
     curves = loss_curves(reports, NOW_S, BEGAN_S)
     assert mean_over_time(list(curves.values()), 4) == [4.0, 3.0, 3.0, 2.0]
     assert curve_line(curves.values(), 4) == "training loss of 2 learners 4 █▅▅▁ 2, on their own data"
+    one = loss_curves(reports[1:], NOW_S, BEGAN_S)
+    assert curve_line(one.values(), 2) == "training loss of 1 learner 4 █▁ 3, on its own data"
 
 
 def test_each_curve_has_its_own_losses() -> None:

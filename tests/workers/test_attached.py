@@ -282,7 +282,7 @@ def test_steps_are_counted_in_one_way_only(redis_server: str) -> None:
             for tokens, optimizers, said in (
                 (-1, None, "tokens=-1"),
                 (1.5, None, "tokens=1.5"),
-                (1, [], "pass each optimizer once"),
+                (1, [], "the list of optimizers is empty"),
                 (1, [own, own], "pass each optimizer once"),
                 (1, [own, None], "pass each optimizer once"),
                 (1, strange, "holds none of the model's trained parameters"),

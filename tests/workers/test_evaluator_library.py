@@ -294,6 +294,19 @@ def test_a_compiled_model_is_measured_by_the_plain_models_names(redis_server: st
     assert [one.evaluate() for one in evaluators] == pytest.approx([expected] * 2, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("model", None), ("loss_fn", 3), ("device", "bogus"), ("device", 1.5)),
+        *(("every_s", bad) for bad in (math.nan, math.inf, -5, "5s", True)),
+    ],
+)
+def test_a_wrong_argument_is_refused_when_it_is_made(argument: str, value: Any) -> None:
+    told = {"model": made(), "loss_fn": loss_of, "redis_url": "redis://nowhere"} | {argument: value}
+    with pytest.raises(UsageError, match=f"Evaluator: {argument}"):
+        Evaluator(**told)
+
+
 def test_a_model_that_cannot_be_copied_is_said() -> None:
     model = made()
     model.kept = model(torch.ones(1, 4))  # with its graph

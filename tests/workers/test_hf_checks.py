@@ -153,7 +153,7 @@ def test_a_model_must_know_the_texts_tokens_and_have_its_positions(
         open_for(str(data), HfModel(config), seq_len)
 
     judged(LLAMA, book)
-    with pytest.raises(UsageError, match="seq_len=65: the model has 64 positions"):
+    with pytest.raises(UsageError, match=r"seq_len=65: the model has 64 positions .*: pass --seq-len 64"):
         judged(LLAMA, book, 65)
     with pytest.raises(UsageError, match="a byte text has 256 entries, but the model's vocab_size is 100"):
         judged(LLAMA | {"vocab_size": 100}, book)

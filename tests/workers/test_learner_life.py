@@ -24,7 +24,7 @@ from torch.utils.data._utils import signal_handling
 
 from diloco import cli
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.errors import LearnerReplaced, UsageError
+from diloco.pipeline.errors import LearnerReplaced, SpecMismatch, UsageError
 from diloco.pipeline.messages.run import LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import party_name
@@ -160,6 +160,42 @@ def test_a_learner_is_opened_once(redis_server: str) -> None:
             pass
     assert [seen.report.left for seen in reports(redis_server, "nan")] == [True]
     assert not threads()
+
+
+def test_two_learners_do_not_train_one_model(redis_server: str) -> None:
+    """Not even a part of it; once the first one is closed, the second may."""
+    model = nn.Linear(4, 4)
+    with a_syncer(redis_server, "shared"):
+        with learner_of(redis_server, "shared", model=model, learner_id="l0") as first:
+            second = learner_of(redis_server, "shared", model=nn.Sequential(model, nn.Linear(4, 4)))
+            with pytest.raises(UsageError, match="this model is already trained by learner l0"), second:
+                pass
+            first.step(1)
+        with learner_of(redis_server, "shared", model=model) as third:
+            third.step(1)
+
+
+def test_a_learner_that_nothing_refers_to_leaves(redis_server: str) -> None:
+    """As when a cell of a notebook is run twice; one that is attached is held by its optimizer."""
+    model, run = nn.Linear(4, 4), "dropped"
+    optimizer = torch.optim.SGD(model.parameters())
+    with a_syncer(redis_server, run), capture_logs() as log:
+        held = Learner(model, optimizer, run=run, redis_url=redis_server, sync=SYNC, learner_id="l0").open()
+        held.attach(1)
+        attached = weakref.ref(held)
+        del held
+        gc.collect()
+        learner_of(redis_server, run, learner_id="l1").open()
+        gc.collect()
+        until(lambda: len(threads()) == 1)
+        until(lambda: {seen.report.learner: seen.report.left for seen in reports(redis_server, run)}["l1"])
+        assert [line["learner"] for line in log if line["event"] == "learner_dropped"] == ["l1"]
+        (told,) = [line["detail"] for line in log if line["event"] == "learner_still_open"]
+        assert told == "learner l0 of this run is still attached in this process, and counts as live: close() it"
+        left = attached()
+        assert left is not None
+        left.close()
+        assert left.left_in_order
 
 
 def test_a_learner_is_of_the_process_that_made_it(redis_server: str) -> None:
@@ -471,6 +507,23 @@ def test_a_loop_that_trains_on_after_the_runs_end_is_warned_once(redis_server: s
             learner.step(1)
     (told,) = [line for line in log if line["event"] == "trained_after_end"]
     assert "learner.finished" in told["detail"]
+
+
+def test_the_spec_of_a_name_that_no_run_can_have_is_refused(redis_server: str) -> None:
+    assert Learner.read_spec(redis_server, "nobodys") is None
+    with pytest.raises(UsageError, match="run='a b': cannot be a name"):
+        Learner.read_spec(redis_server, "a b")
+
+
+def test_a_long_value_that_differs_is_shown_in_short(redis_server: str) -> None:
+    with a_syncer(redis_server, "long"), learner_of(redis_server, "long"):
+        other = learner_of(redis_server, "long", trainer={"a": "y" * 10**6})
+        with (
+            pytest.raises(SpecMismatch, match=r"trainer.a: here 'y+\.\.\. \(1000002 characters\), the") as refused,
+            other,
+        ):
+            pass
+    assert len(str(refused.value)) < 2000
 
 
 def test_a_programs_own_handler_stays(redis_server: str) -> None:

@@ -143,6 +143,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (lambda: [nn.Linear(2, 2)], "model is a list"),
     "no parameters": (nn.ReLU, "none of the model's parameters requires a gradient"),
     "all frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), r"requires a gradient.*call requires_grad_\(True\)"),
+    "empty": (lambda: parameter(torch.ones(0)), "parameters that require a gradient have no elements"),
     "lazy": (lambda: nn.LazyLinear(2), "parameter weight has no shape yet"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), "parameter weight is on the meta device"),
     "two devices": (two_devices, "parameter b.weight is on the meta device"),
@@ -239,9 +240,12 @@ def test_a_circle_of_wrappers_ends() -> None:
         learner(Net(), duck)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [[], "AdamW", torch.optim.AdamW, Duck("AdamW")], ids=["list", "name", "class", "duck"]
-)
+def test_an_empty_list_of_optimizers_is_said_to_be_empty() -> None:
+    with pytest.raises(UsageError, match="the list of optimizers is empty"):
+        learner(Net(), [])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", torch.optim.AdamW, Duck("AdamW")], ids=["name", "class", "duck"])
 def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
     with pytest.raises(UsageError, match=r"optimizer is a .*torch.optim.Optimizer.*or None"):
         learner(Net(), optimizer)

@@ -9,8 +9,8 @@ from diloco.workers.exchange.member import Member
 
 # What to do, by reason. The other reasons concern late deltas and the network, and pass by themselves.
 REMEDIES = {
-    RefusalReason.NON_FINITE: "the model has NaN or infinite values: lower the learning rate, and check the loss and "
-    "the data",
+    RefusalReason.NON_FINITE: "the delta has NaN or infinite values, or values too large for float32: lower the "
+    "learning rate, and check the loss and the data",
     RefusalReason.ABSURD_NORM: "the delta is far larger than those of other learners: check the learning rate and "
     "the data",
 }

@@ -241,7 +241,10 @@ def check_fits(config: Any, entries: int, reader: str, seq_len: int) -> None:
             f"the tokens {text.vocab_size} to {entries - 1}; use the model's own tokenizer"
         )
     if isinstance(positions, int) and seq_len > positions:
-        raise UsageError(f"seq_len={seq_len}: the model has {positions} positions (max_position_embeddings)")
+        raise UsageError(
+            f"seq_len={seq_len}: the model has {positions} positions (max_position_embeddings): pass --seq-len "
+            f"{positions} or less"
+        )
 
 
 def _another(kind: str, why: str) -> UsageError:
