@@ -271,7 +271,7 @@ async def _extend(url: str, name: str, tokens: int) -> None:
             raise DilocoError(f"run {name!r} was just extended or deleted by someone else")
     typer.echo(
         f"run {name!r} continues from {count(state.tokens)} to {count(tokens)} tokens as soon as a syncer and "
-        f"learners are started. If you set --tokens or DILOCO_TOKENS for any of them, it must now be {tokens}"
+        f"learners are started. If any of them sets --tokens, DILOCO_TOKENS or tokens=, it must now be {tokens}"
     )
 
 

@@ -34,6 +34,8 @@ from diloco.pipeline.view.status_reader import read_status
 
 # A Redis that is up answers within this time; after it, the user sees a message about what the command waits for.
 SOON_S = 2.0
+# Seconds for which --watch awaits an evaluator's last measurement.
+MEASURED_WITHIN_S = 10.0
 # Interval of --watch without a number.
 WATCH_S = 2
 
@@ -57,6 +59,12 @@ class _RunInfo:
     def over(self) -> bool:
         """Return whether nothing will change any more."""
         return bool(self.report) or (self.status is not None and self.status["phase"] == Phase.FINISHED)
+
+    @property
+    def unmeasured(self) -> bool:
+        """Return whether an evaluator has not measured a finished run's last model yet."""
+        last = None if self.status is None else self.status["evaluation"]
+        return last is not None and not last["final"]
 
     def page(self) -> str | None:
         """Return the address of the run's page: of the file in its folder once it is over, else of a live page."""
@@ -213,6 +221,7 @@ def command(
     if every_s is None:
         _put(console, found, as_json, price)
         return
+    over_s = 0.0
     settings = settings.model_copy(update={"run": found.place.run})  # the same run, whichever others begin meanwhile
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     try:
@@ -220,11 +229,15 @@ def command(
             live.start()
         while True:
             if live is not None and (found.status is not None or not found.over):
-                live.update(Group(*found.as_text(price)), refresh=True)
+                # The lines come first: a screen that is too small loses what comes last.
+                parts = sorted(found.as_text(price), key=lambda part: not isinstance(part, Text))
+                live.update(Group(*parts), refresh=True)
             else:
                 _put(console, found, as_json, price)
             if found.over:
-                return
+                over_s = over_s or time.monotonic()
+                if not found.unmeasured or time.monotonic() - over_s > MEASURED_WITHIN_S:
+                    return
             time.sleep(every_s)
             found = _again(settings, found.place.folder or folder, every_s)
     except KeyboardInterrupt:

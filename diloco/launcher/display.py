@@ -301,7 +301,8 @@ def render(status: Status) -> RenderableType:
     warnings = [Text(f"warning: {warning}", "yellow") for warning in status["warnings"]]
     if status["refused"]:
         warnings.insert(0, Text(f"refused {refusals(status['refused'])}", "yellow"))
-    parts = [*tables, Text(""), _summary(status), *warnings, _Progress(status)]
+    # A screen that is too small loses what comes last.
+    parts = [_Progress(status), *warnings, _summary(status), Text(""), *tables]
     return Panel(Group(*parts), title=title, title_align="left", border_style="blue")
 
 

@@ -103,6 +103,27 @@ def test_it_ends_with_the_run(redis_server: str) -> None:
     assert [json.loads(line)["phase"] for line in output.splitlines()] == ["finished"]
 
 
+def test_it_ends_with_the_loss_of_the_last_model(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If there is an evaluator, which measures it some seconds after the end."""
+    asyncio.run(begin(redis_server, "last", samples.run_state(phase=Phase.FINISHED, tokens=900)))
+
+    def measure(loss: float, final: bool) -> None:
+        async def add() -> None:
+            async with open_bus(redis_server, "last") as bus:
+                await bus.add_evaluation(samples.evaluation(loss=loss, tokens=900, final=final))
+
+        asyncio.run(add())
+
+    measure(3.0, final=False)
+    monkeypatch.setattr(status_command, "MEASURED_WITHIN_S", HANGING_S)
+    monkeypatch.setattr(status_command.time, "sleep", lambda s: measure(2.0, final=True))
+    assert main(["status", "--redis-url", redis_server, "--run", "last", "--watch", "1", "--json"]) == 0
+    seen = [json.loads(line)["evaluation"]["loss"] for line in capsys.readouterr().out.splitlines()]
+    assert seen == [3.0, 2.0]
+
+
 def test_a_price_is_shown_as_cost(redis_server: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a learner that trained for 10 s; without a price there is nothing of it."""
     asyncio.run(begin(redis_server, "paid", samples.run_state(phase=Phase.FINISHED, started_unix_s=time.time() - 60)))

@@ -29,8 +29,8 @@ def compare(spec: Spec, held: Spec) -> None:
         hint = " If frozen tensors differ on purpose, set same_frozen=False in all learners of a new run." * frozen
         raise SpecMismatch(
             f"this learner and the run disagree:\n{told}\n"
-            f"Give all learners the same model, and the same settings or none (they then follow the run), or choose a "
-            f"different run name.{hint}",
+            "Give all learners the same model, and the same settings (tokens= too) or none, so that they follow the "
+            f"run; or choose a different run name.{hint}",
             tensors=set(spec.tensors) != set(held.tensors),
         )
 
