@@ -276,4 +276,7 @@ class HostedCallback(Host):
 
     def _end(self, longer: str) -> None:
         if self._hosted.end(longer) and self._evaluator is not None:
-            self._evaluator.evaluate()  # the trainer has evaluated before the last merges
+            try:
+                self._evaluator.evaluate()  # the trainer has evaluated before the last merges
+            except Exception as error:  # only logged: the training has succeeded, and its model is yet to be saved
+                structlog.get_logger().error("evaluation_failed", error=repr(error))

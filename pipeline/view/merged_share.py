@@ -18,7 +18,7 @@ SAMPLE_S = 15.0
 RECENT_S = 300.0
 # No recent share is given for a shorter time, because merges come in lumps.
 MIN_S = 30.0
-# If at most this share of the tokens was trained before the recent period, the period counts as the whole run.
+# If at most this share of the tokens was settled before the recent period, the period counts as the whole run.
 NEARLY_NONE = 0.1
 
 # (Unix time, settled tokens, merged tokens) of the whole run.
@@ -87,5 +87,5 @@ def shares(samples: Sequence[Sample], unix_s: float, trained: int, merged: int, 
         "pending": pending / trained if trained else None,
         "recent": recent,
         "recent_s": recent_s,
-        "recent_is_all": _before(samples, now)[1] <= NEARLY_NONE * trained,
+        "recent_is_all": _before(samples, now)[1] <= NEARLY_NONE * now[1],
     }

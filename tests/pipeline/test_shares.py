@@ -68,6 +68,9 @@ def test_merges_of_a_backlog_hide_no_loss():
     found = shares(((0.0, 1000, 800),), 300.0, trained=3000, merged=1700, pending=500)
     assert found["recent"] == pytest.approx(900 / 1500)
     assert found["since_start"] == pytest.approx(1700 / 3000)
+    during = shares(((0.0, 90, 90),), 300.0, trained=1100, merged=95, pending=900)
+    assert during["recent"] == pytest.approx(5 / 110)
+    assert not during["recent_is_all"], "it is shown"
 
 
 def test_samples_of_a_history_that_the_bus_lost_do_not_count():

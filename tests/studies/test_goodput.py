@@ -220,7 +220,7 @@ def test_repair_times_whose_mean_cannot_be_found_are_refused():
     """With the heaviest tail that is taken, the mean by which times are scaled is the Weibull's own."""
     assert _unit_mean(0.1, 1.0) == pytest.approx(gamma(11), rel=1e-3)
     for out_of_reach in ({"repair_shape": 0.05}, {"repair_power": 1e6}):
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match=f"Constants: {next(iter(out_of_reach))}="):
             Constants(**out_of_reach)
 
 
@@ -352,7 +352,7 @@ def test_constants_are_checked_and_not_taken_from_the_environment(monkeypatch):
     """Settings of a real run must not change the table."""
     monkeypatch.setenv("DILOCO_QUORUM", "7")
     assert Constants().quorum == 1
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="Constants: mtbi="):
         Constants(mtbi="0s")
     for name, info in Constants.model_fields.items():
         words = ("Paper", "alibrated", "Assumed", "arXiv", "Measured", "own", "drawn", "lines")
