@@ -121,6 +121,13 @@ async def read_live(bus: Bus) -> list[TapeRecord]:
     return _in_order(tapes.values())
 
 
+async def read_whole(bus: Bus, archive: Path | None) -> list[TapeRecord]:
+    """Return the records of an archive, followed by those that are only on the bus; see `read_archive` for errors."""
+    records = [] if archive is None else read_archive(archive)
+    known = set(records)
+    return records + [record for record in await read_live(bus) if record not in known]
+
+
 def as_json(record: TapeRecord) -> str:
     """Return a record as one line of JSON, with digests in hex."""
     fields = record.model_dump()
@@ -154,9 +161,9 @@ def as_text(record: TapeRecord, start_unix_s: float) -> str:
     return f"{head}window on version {record.version}, attempt {record.attempt}: {record.reason}"
 
 
-async def _from_redis(url: str, run: str) -> list[TapeRecord]:
+async def _with_redis(url: str, run: str, archive: Path | None) -> list[TapeRecord]:
     async with open_bus(url, run) as bus:
-        return await read_live(bus)
+        return await read_whole(bus, archive)
 
 
 def archive_of(folder: Path) -> Path | None:
@@ -183,13 +190,12 @@ def records_of(settings: ViewSettings, folder: Path | None) -> list[TapeRecord]:
             return found
         raise UsageError(f"{archive}: the tape is empty")
     place = locate(settings, folder)
+    tape = None if place.folder is None else place.folder / "tape"
     records: list[TapeRecord] = []
-    if place.folder is not None:
-        records = read_archive(place.folder / "tape")
     if place.redis_url is not None:
-        known = set(records)
-        live = asyncio.run(_from_redis(place.redis_url, place.run))
-        records += [record for record in live if record not in known]
+        records = asyncio.run(_with_redis(place.redis_url, place.run, tape))
+    elif tape is not None:
+        records = read_archive(tape)
     if not records:
         raise UsageError(f"{place}: the tape is empty")
     return records

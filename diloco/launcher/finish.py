@@ -3,9 +3,8 @@
 import asyncio
 import os
 import shutil
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,19 @@ from diloco.launcher.page import MODEL_FILE, PAGE_FILE, reporting_bugs, write_pa
 from diloco.launcher.report import Outcome, build, ledger_line, summary
 from diloco.options import RunProcess
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.replacing import replace, write_named
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.wire import printable
-from diloco.pipeline.process.signals import AGAIN_STATUS
+from diloco.pipeline.process.signals import install_signal_handlers
+from diloco.pipeline.redis_memory import VALUE_BYTES
 from diloco.pipeline.units import as_bytes, counted
 from diloco.pipeline.waiting import first_of
 from diloco.syncer.checkpoints.loading import is_of
 from diloco.syncer.checkpoints.places import Place
+from diloco.workers.exchange.redis_access import read_run
 
 SAMPLE_TOKENS = 300
 TEMPERATURE, TOP_K = 0.8, 40
@@ -63,41 +63,61 @@ def tell_page(folder: Path) -> None:
         typer.echo(f"page       {write_page(read_object(folder / MODEL_FILE), folder / PAGE_FILE)}")
 
 
-def disk_full(folder: Path, elements: int) -> str:
-    """Return that a folder's disk has no space for a checkpoint of so many elements, in words; "" if it has."""
+def disk_full(folder: Path, elements: int, momentum: float) -> str:
+    """Return that a folder's disk has no space for a checkpoint of so many elements, in words; "" if it has.
+
+    momentum: the run's outer momentum; without it a checkpoint has only the values.
+    """
+    needed = VALUE_BYTES * elements * (2 if momentum else 1)
     try:
         free = shutil.disk_usage(folder).free
     except OSError:  # the folder was moved or deleted
         return ""
-    return f"disk full: {as_bytes(free)} free in {folder}" if free < 2 * 4 * elements else ""
+    return f"disk full: {as_bytes(free)} free in {folder}, {as_bytes(needed)} needed" if free < needed else ""
 
 
-async def save_again(
-    bus: Bus, folder: Folder, syncer: Child, limit_s: float, tell: Callable[[str], None], stop: asyncio.Event
-) -> None:
-    """Restart a syncer that could not save a finished run, once its full disk has space: the run's Redis still has all.
+async def _is_saved(bus: Bus, folder: Path, fragments: int) -> bool:
+    """Return whether the newest checkpoint in a folder has the heads that are on the bus, or not all are there yet."""
+    found = await bus.read_heads(range(fragments))
+    heads = [(head.fragment, head.version, head.digest) for head in found if head is not None]
+    try:
+        return len(heads) < fragments or is_of(find_checkpoint(folder), heads)
+    except UsageError:  # there is none, or it is damaged
+        return False
 
-    Gives up after `SAVE_AGAIN_S`, or when `stop` is set. limit_s: time that the syncer may take.
+
+async def save_again(bus: Bus, folder: Folder, syncers: Sequence[Child], tell: Callable[[str], None]) -> None:
+    """Restart a syncer if the run's last state found no space on its disk, once it has: the run's Redis still has all.
+
+    Gives up after `SAVE_AGAIN_S`, or at the next signal that requests an end; one more cancels the calling task. The
+    syncers must have ended; none runs on return.
     """
-    spec = await bus.read_spec()
-    elements = 0 if spec is None else layout_of(decode_spec(bus.keys, spec).tensors).elements
-    if stop.is_set() or syncer.status in (0, AGAIN_STATUS) or not (full := disk_full(folder.path, elements)):
+    loop, task, given_up = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    assert task is not None  # noqa: S101  # this is a coroutine
+    if (spec := await read_run(bus)) is None:
         return
+    layout = layout_of(spec.tensors)
+    is_saved = partial(_is_saved, bus, folder.path, len(layout.fragments))
+    lacks_space = partial(disk_full, folder.path, layout.elements, spec.sync.outer_momentum)
+    if await is_saved() or not (full := lacks_space()):
+        return
+    install_signal_handlers(loop, given_up, task.cancel)  # those until now asked for the run's end
     tell(
         f"the run's last state is not saved yet ({full}): free some space there within {SAVE_AGAIN_S / 60:g} min, or "
         "press Ctrl-C to give it up"
     )
-    until = time.monotonic() + SAVE_AGAIN_S
-    while not stop.is_set() and time.monotonic() < until:
-        if not disk_full(folder.path, elements):
-            syncer.restart()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    while syncer.alive:  # noqa: ASYNC110  # a process has no event to wait for
-                        await asyncio.sleep(0.1)
-            if syncer.status == 0:
-                return
-        await first_of(stop, timeout_s=RETRY_S)
+    until = loop.time() + SAVE_AGAIN_S
+    while (
+        not given_up.is_set()
+        and loop.time() < until
+        and (any(syncer.alive for syncer in syncers) or not await is_saved())
+    ):
+        if not (any(syncer.alive for syncer in syncers) or lacks_space()):
+            syncers[0].restart()
+        await first_of(given_up, timeout_s=RETRY_S)
+    for syncer in syncers:
+        if syncer.alive:
+            syncer.kill_group()
 
 
 def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
@@ -149,7 +169,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
         unwritten += _write(whole, settings.json_report)
     if unsaved or checkpoint is None:
         lost = "the run's last state was not saved" if unsaved else "the run left no checkpoint"
-        full = disk_full(folder.path, outcome.layout.elements if outcome.layout else 0)
+        full = disk_full(folder.path, outcome.layout.elements if outcome.layout else 0, settings.outer_momentum)
         raise DilocoError(f"{lost}{full and f' ({full})'}; see the logs in {folder.logs} for the reason")
     if unwritten:
         raise DilocoError(unwritten[0])

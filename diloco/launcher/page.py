@@ -108,13 +108,13 @@ async def left_in(
 
 @contextmanager
 def reporting_bugs(what: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Report a bug, or a file that cannot be written, in code that only displays a run, instead of ending the run."""
+    """Report a bug, or a failed read or write, in code that only displays a run, instead of ending the run."""
     try:
         yield
     except DilocoError:
         raise
     except OSError as error:
-        tell(f"{what} could not be written: {error_text(error)}")
+        tell(f"{what} failed: {error_text(error)}")
     except Exception as error:
         structlog.get_logger().error("not_shown", what=what, exc_info=error)
         tell(f"{what} could not be created: {type(error).__name__}: {error}")

@@ -46,6 +46,7 @@ from diloco.pipeline.bus.schema import decode_spec
 from diloco.pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.fragment import TapeRecord
 from diloco.pipeline.messages.run import Event, Phase
 from diloco.pipeline.process import logs, signals
 from diloco.pipeline.process.interrupts import end_with
@@ -57,7 +58,7 @@ from diloco.pipeline.view.page.join_command import LearnerLaunch
 from diloco.pipeline.view.status import LearnerStatus, Status
 from diloco.pipeline.view.status_reader import StatusReader
 from diloco.pipeline.waiting import first_of
-from diloco.tape import read_archive
+from diloco.tape import read_archive, read_whole
 
 TICK_S = 0.5
 # Time without Redis, or without a syncer on another machine, after which the launcher gives up.
@@ -372,7 +373,7 @@ class Launcher:
         spec = decode_spec(self._bus.keys, data)
         layout = layout_of(spec.tensors)
         since_s = state.started_unix_s  # older records are of earlier parts, which the state counts
-        records = [record for record in read_archive(self._folder.tape) if record.unix_s >= since_s]
+        records = [record for record in await self._tape() if record.unix_s >= since_s]
         ended = [child.name for child in self._children.named("learner-")]
         ledger_inputs = await read_ledger_inputs(self._bus, len(layout.fragments), self._settings.liveness_s, ended)
         return Outcome(
@@ -395,6 +396,13 @@ class Launcher:
             origin=origin,
             warnings=self._warnings,
         )
+
+    async def _tape(self) -> list[TapeRecord]:
+        try:
+            return await read_whole(self._bus, self._folder.tape)
+        except PeerError as error:  # a value of another kind at the tape's key
+            self._warn(f"the report has only the tape's archive: {error}")
+            return read_archive(self._folder.tape)
 
     async def _all(self, read: Any) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
@@ -468,8 +476,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
                 wall_s = time.monotonic() - began
                 await launcher.wind_down()
                 if "redis" in others:  # this run's own, which ends with this process
-                    syncer, limit_s = children.named("syncer")[0], settings.shutdown_s + MARGIN_S
-                    await save_again(bus, folder, syncer, limit_s, screen.note, stop)
+                    await save_again(bus, folder, children.named("syncer"), screen.note)
             return await launcher.gather(wall_s, origin)
 
 

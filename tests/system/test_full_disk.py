@@ -7,23 +7,26 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import structlog
 
 from diloco import cli
 from diloco.export import export
-from diloco.launcher.finish import conclude
+from diloco.launcher.finish import SAVE_AGAIN_S, conclude, save_again
 from diloco.launcher.folder import Folder
 from diloco.launcher.page import left_in
+from diloco.launcher.report import build
+from diloco.launcher.run import Launcher
 from diloco.options import RunProcess
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.errors import DilocoError, PeerError, UsageError
 from diloco.pipeline.files.replacing import write_named
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.fragment import Committed
@@ -36,6 +39,7 @@ from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import HANGING_S, samples
 from tests.diloco.test_observers import SANE, outcome
+from tests.diloco.test_run import FakeChild, FakeChildren, FakeScreen
 from tests.syncer.test_checkpoint import file_of, folder_of, save
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
@@ -231,7 +235,7 @@ async def test_a_page_that_a_full_disk_cannot_take_is_said(disk: Path) -> None:
     said: list[str] = []
     async with left_in(disk, MemoryBus("run", LoopClock()), HttpSettings(), said.append, RedisRoute()):
         pass
-    assert said[-1] == f"the page could not be written: [Errno 28] No space left on device: '{disk}/page.json'"
+    assert said[-1] == f"the page failed: [Errno 28] No space left on device: '{disk}/page.json'"
     assert names_in(disk) == ["filler"]
 
 
@@ -241,7 +245,7 @@ def test_the_summary_of_a_run_is_printed_also_if_nothing_can_be_written(
     """The error names the folder."""
     fill(disk)
     ended = replace(outcome([samples.report()], SANE), layout=layout_of(samples.spec().tensors))
-    with pytest.raises(DilocoError, match=re.escape(f"left no checkpoint (disk full: 0B free in {disk}); see the")):
+    with pytest.raises(DilocoError, match=re.escape(f"left no checkpoint (disk full: 0B free in {disk}, ")):
         conclude(ended, RunProcess(), Folder(disk))
     printed = capsys.readouterr().out
     assert "global validation loss 2.5" in printed
@@ -249,17 +253,119 @@ def test_the_summary_of_a_run_is_printed_also_if_nothing_can_be_written(
     assert names_in(disk) == ["filler"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("freed", [True, False])
-def test_a_run_whose_disk_fills_up_saves_its_last_state_once_there_is_space(
-    freed: bool, tmp_path: Path, popen: Callable[..., Any]
+@dataclass
+class Syncer(FakeChild):
+    """One that has ended, and runs on and on if it is started again."""
+
+    starts: int = 0
+
+    def restart(self) -> None:
+        assert not self.alive
+        self.starts, self.status = self.starts + 1, None
+
+
+async def ended_on(disk: Path, full: bool) -> VirtualRun:
+    """A run of which the disk has the last state, unless it was full."""
+    world, learners = await begun(checkpoint_dir=disk / "checkpoints", checkpoint_every=5.0)
+    await asyncio.sleep(11.0)
+    if full:
+        fill(disk)
+    await world.until_version(2 + min(await world.versions()))
+    await end(*learners)
+    await world.stop_syncer()
+    return world
+
+
+@pytest.mark.parametrize(("full", "statuses"), [(False, [-9, 0]), (False, [1]), (True, [-9, 0]), (True, [1])])
+@in_virtual_time
+async def test_a_last_state_is_waited_for_if_the_disk_lacks_it_however_the_syncers_ended(
+    full: bool, statuses: Sequence[int], disk: Path
 ) -> None:
-    """Its own Redis stays until then, or until Ctrl-C, after which the summary is printed all the same."""
+    """One syncer may have saved what another could not, or only the tape was not archived."""
+    world = await ended_on(disk, full)
+    if not full:
+        fill(disk)
+    said: list[str] = []
+    syncers = [Syncer("syncer", [], status) for status in statuses]
+    began = asyncio.get_running_loop().time()
+    await save_again(world.bus, Folder(disk), syncers, said.append)  # type: ignore[arg-type]
+    waited_s = asyncio.get_running_loop().time() - began
+    assert (len(said), round(waited_s)) == ((1, SAVE_AGAIN_S) if full else (0, 0))
+    assert all(syncer.starts == 0 for syncer in syncers)
+
+
+@in_virtual_time
+async def test_a_state_that_was_lost_on_a_disk_with_space_is_not_waited_for(disk: Path) -> None:
+    world = await ended_on(disk, full=True)
+    empty(disk)
+    said: list[str] = []
+    await save_again(world.bus, Folder(disk), [Syncer("syncer", [], 1)], said.append)  # type: ignore[list-item]
+    assert said == []
+
+
+@in_virtual_time
+async def test_a_syncer_that_saves_slowly_is_let_run_alone_and_does_not_outlive_the_time_limit(disk: Path) -> None:
+    world = await ended_on(disk, full=True)
+    syncers = [Syncer("syncer-0", [], 1), Syncer("syncer-1", [], 1)]
+    saving = asyncio.create_task(save_again(world.bus, Folder(disk), syncers, print))  # type: ignore[arg-type]
+    await asyncio.sleep(10.0)
+    empty(disk)
+    await asyncio.sleep(SAVE_AGAIN_S - 20.0)
+    assert [syncer.starts for syncer in syncers] == [1, 0]
+    assert syncers[0].alive
+    await saving
+    assert [syncer.status for syncer in syncers] == [-9, 1]
+    assert syncers[0].starts == 1
+
+
+@in_virtual_time
+async def test_a_report_counts_what_a_full_disk_kept_from_the_tapes_archive(disk: Path) -> None:
+    """Each record once: those that the archive has are on the bus too."""
+    world, learners = await begun(tape_dir=disk / "out" / "tape")
+    await asyncio.sleep(3.0)
+    fill(disk)
+    await asyncio.sleep(60.0)
+    await end(*learners)
+    await world.stop_syncer()
+    tape = await world.tape()
+    assert 0 < len(read_archive(disk / "out" / "tape")) < len(tape)
+    launcher = Launcher(RunProcess(), Folder(disk / "out"), "", world.bus, FakeChildren(), FakeScreen(), {})  # type: ignore[arg-type]
+    found = await launcher.gather(1.0, None)
+    assert found is not None
+    assert found.records == tape
+    assert not any("ledger" in warning for warning in build(found)["warnings"])
+    world.bus.read_tape = AsyncMock(side_effect=PeerError("no tape there"))  # type: ignore[method-assign]
+    found = await launcher.gather(1.0, None)
+    assert found is not None
+    assert found.records == read_archive(disk / "out" / "tape")
+    assert found.warnings == ["the report has only the tape's archive: no tape there"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stopped", "freed"), [(False, True), (True, True), (False, False), (True, False)])
+def test_a_run_whose_disk_fills_up_saves_its_last_state_once_there_is_space(
+    stopped: bool, freed: bool, tmp_path: Path, popen: Callable[..., Any]
+) -> None:
+    """Its own Redis stays until then, or until Ctrl-C, after which the summary is printed all the same.
+
+    So it is if Ctrl-C had ended the run.
+    """
     with disk_of(tmp_path, "4m") as disk:
         text = disk / "text.txt"
         text.write_text("some words to be read by a small model. " * 5000)
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 120_000))
-        small = ["--learners", "1", "--model", "nano", "--tokens", "20000", "--batch", "2", "--data", str(text)]
+        small = [
+            "--learners",
+            "1",
+            "--model",
+            "nano",
+            "--tokens",
+            str(10**8 if stopped else 20_000),
+            "--batch",
+            "2",
+            "--data",
+            str(text),
+        ]
         command = [sys.executable, "-m", "diloco", "run", "--out", str(disk / "out"), *small]
         run = popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         printed = ""
@@ -267,6 +373,9 @@ def test_a_run_whose_disk_fills_up_saves_its_last_state_once_there_is_space(
             line = run.stdout.readline()
             assert line, printed
             printed += line
+            if stopped and re.search("outer steps [1-9]", line):
+                run.send_signal(signal.SIGINT)
+                stopped = False
         if freed:
             empty(disk)
         else:
@@ -274,6 +383,8 @@ def test_a_run_whose_disk_fills_up_saves_its_last_state_once_there_is_space(
         printed += run.communicate(timeout=HANGING_S)[0]
         assert run.returncode == (0 if freed else 1), printed
         assert "merged share" in printed
+        assert "unaccounted" not in printed
+        assert "ledger does not close" not in printed
         assert ("left no checkpoint (disk full: " in printed) != freed
 
 
