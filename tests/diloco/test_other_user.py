@@ -123,3 +123,17 @@ def test_a_run_whose_files_this_user_cannot_read_is_refused(
     (said,) = done.stderr.splitlines()
     assert f" has no permission to use {folder}" in said
     assert f": {folder} is d" in said
+
+
+def test_ones_own_file_that_a_user_names_in_a_folder_of_another_user_is_written(
+    tmp_path: Path, theirs: Callable[[Path, int], Path]
+) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    report = folder / "plan.json"
+    report.touch()
+    theirs(folder, 0o755)
+    done = started("-m", "diloco", "plan", "--json", str(report))
+    assert done.returncode == 0, done.stderr
+    assert report.read_text().endswith("}\n")
+    assert [*folder.iterdir()] == [report]

@@ -1,10 +1,12 @@
 """A disk that is full ends nothing: it is said, what was there stays, and all goes on by itself. On a tiny tmpfs."""
 
 import asyncio
+import errno
 import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from diloco.launcher.run import Launcher
 from diloco.options import RunProcess
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import DilocoError, PeerError, UsageError
+from diloco.pipeline.files.replacing import replace as replace_file
 from diloco.pipeline.files.replacing import write_named
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.fragment import Committed
@@ -415,3 +418,40 @@ def test_a_file_that_a_user_named_is_written_through_links_and_to_pipes(tmp_path
     assert os.read(reader, 10) == b"text"
     assert (tmp_path / "pipe").is_fifo()
     os.close(reader)
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EXDEV, errno.EROFS])
+def test_a_file_that_a_user_named_and_that_cannot_be_replaced_is_written_in_place(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a single file that is mounted into a container."""
+
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path), None, str(target))
+
+    file = tmp_path / "file"
+    file.write_text("a longer text")
+    monkeypatch.setattr(Path, "replace", refuse)
+    write_named(file, "text")
+    assert file.read_text() == "text"
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_file_keeps_its_mode_and_a_new_one_follows_the_umask(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.touch()
+    old.chmod(0o640)
+    before = os.umask(0o077)
+    try:
+        for file in (old, new):
+            write_named(file, "text")
+            assert file.read_text() == "text"
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(file.stat().st_mode) for file in (old, new)] == [0o640, 0o600]
+
+
+def test_an_error_names_the_file_that_cannot_be_written_and_not_a_temporary_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as refused:
+        replace_file(tmp_path / "missing" / "file", [b"text"])
+    assert refused.value.filename == str(tmp_path / "missing" / "file")
