@@ -37,12 +37,13 @@ def try_folder(path: Path, *files: str) -> None:
 
     Raises:
         UsageError: this process's user lacks the permission.
-        OSError: writing fails for another reason, such as a full disk.
+        NotADirectoryError: the place is not a folder.
+        OSError: writing fails for another reason, such as a full disk; its cause has the number.
     """
     path = path.absolute()
     there = _nearest(path)
     if not there.is_dir():
-        raise OSError(f"{there} is not a folder")
+        raise NotADirectoryError(f"{there} is not a folder")
     try:
         with tempfile.TemporaryDirectory(prefix=TRIED, dir=there) as tried:
             made = Path(tried) / path.relative_to(there)

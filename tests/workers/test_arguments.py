@@ -1,5 +1,8 @@
 """Promises about what a user says to a `Learner`: taken, or refused at once by name."""
 
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,6 +179,23 @@ def test_settings_show_what_was_given() -> None:
     """The rest are not the defaults where there is a method."""
     assert repr(SyncSettings(method="streaming")) == str(SyncSettings(method="streaming"))
     assert repr(SyncSettings(method="streaming")) == "SyncSettings(method='streaming')"
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENOSPC, errno.EROFS, errno.EISDIR])
+def test_a_state_folder_is_refused_for_a_wrong_path_and_not_for_a_passing_error(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner that returns while its disk is full or its file server restarts must train."""
+
+    def write(path: Path, data: bytes) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    if number in (errno.EROFS, errno.EISDIR):
+        with pytest.raises(UsageError, match="Learner: state_dir="):
+            learner(state_dir=tmp_path)
+    else:
+        learner(state_dir=tmp_path)
 
 
 def test_what_is_allowed_is_taken(tmp_path: Any) -> None:

@@ -21,8 +21,8 @@ from diloco.workers.moments.state_folder import LOCK_FILE, LOSSES_FILE
 from diloco.workers.moments.stateful import Stateful
 
 MAX_STEP_TOKENS = 2**40
-# Errors of a full disk, which must not keep a returning learner from training.
-FULL = {errno.ENOSPC, errno.EDQUOT}
+# Errors of a wrong path. Others, such as those of a full disk or NFS, must not keep a returning learner from training.
+_WRONG_PATH = {errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -89,7 +89,7 @@ def check_arguments(**given: Any) -> Arguments:
         try:
             try_folder(Path(arguments.state_dir), LOCK_FILE, LOSSES_FILE)
         except OSError as error:
-            if getattr(error.__cause__, "errno", None) not in FULL:
+            if isinstance(error, NotADirectoryError) or getattr(error.__cause__, "errno", None) in _WRONG_PATH:
                 raise UsageError(f"Learner: state_dir={_shown(arguments.state_dir)}: {error}") from None
     if arguments.log_losses and arguments.state_dir is None:
         raise UsageError("log_losses (DILOCO_LOG_LOSSES) needs state_dir for losses.jsonl: set it (--state-dir)")
