@@ -43,8 +43,9 @@ class Folder:
             (path / "bin" / name).write_text(text)
             (path / "bin" / name).chmod(0o755)
 
-    def start(self, job: str) -> "subprocess.Popen[bytes]":
-        given = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "9", "AFTER_S": "0.1"}
+    def start(self, job: str, after_s: float = 0.1) -> "subprocess.Popen[bytes]":
+        """Start a job. after_s: pause before a party is started again."""
+        given = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "9", "AFTER_S": str(after_s)}
         given |= {"DILOCO_REDIS_PORT": str(free_port()), "PATH": f"{self.path / 'bin'}:{os.environ['PATH']}"}
         command = ["bash", str(ROOT / "deploy/slurm" / job)]
         self.jobs.append(subprocess.Popen(command, cwd=self.path, env=environment(**given), start_new_session=True))
@@ -131,3 +132,16 @@ def test_whichever_of_the_server_job_dies_is_started_again(folder: Folder) -> No
     assert folder.begun("scontrol") == ["requeue 9"]
     assert not redis_of(folder)
     assert not (folder.path / "redis.at").exists()
+
+
+def test_a_server_whose_time_is_over_while_its_syncer_is_to_be_started_again_starts_none(folder: Folder) -> None:
+    sleep = folder.path / "bin" / "sleep"
+    sleep.write_text('#!/bin/sh\n[ "$1" != 3 ] || echo "pause $$" >> started\nexec /bin/sleep "$@"\n')
+    sleep.chmod(0o755)
+    (folder.path / "syncer.ends").write_text("1\n")
+    job = folder.start("server.sbatch", after_s=3)
+    folder.until(lambda: folder.begun("pause"))
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(HANGING_S) == 1
+    assert len(folder.begun("syncer")) == 1
+    assert folder.begun("scontrol") == ["requeue 9"]
