@@ -89,7 +89,7 @@ def test_useless_sources_are_refused_with_a_hint(tmp_path: Path) -> None:
         (tmp_path / "missing", "no such file or folder"),
         (tmp_path / "short.txt", "too few"),
         (tmp_path / "binary.bin", "binary"),
-        (tmp_path / "nothing", "0 bytes are too few"),
+        (tmp_path / "nothing", "0 bytes of text in 0 files"),
     ]:
         with pytest.raises(UsageError, match=words):
             open_text(str(data))

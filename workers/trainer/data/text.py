@@ -55,10 +55,10 @@ def open_text(data: str) -> TextData:
     path = Path(data)
     if data.startswith(DATA_SET) or _is_table(data):
         return _open_documents(data)
-    check_start(path)
     if path.suffix == TOKENS:
         return _open_tokens(path)
     if path.is_file():
+        _check_file(path)
         return split(np.memmap(path, np.uint8, mode="r"), files=1, skipped=0)
     if token_shards.is_shards(path):
         return token_shards.open_shards(path)
@@ -77,22 +77,35 @@ def open_text(data: str) -> TextData:
 def check_start(path: Path) -> None:
     """Check what is quickly seen of texts and token files: that there are files, their size, and how a file starts.
 
+    `open_text` checks more and takes longer.
+
     Raises:
         UsageError: there is nothing to train on.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if path.is_file():
+        if path.suffix not in TABLES:
+            _check_file(path)
+    elif path.is_dir():
+        if token_shards.is_shards(path):
+            return
+        files = visible_files(path)
+        if not any(file.suffix in TABLES for file in files):
+            _check_size(path, sum(file.stat().st_size for file in files))
+    elif path.exists():
         raise UsageError(f"data={str(path)!r} is neither a file nor a folder; {_GIVE}")
-    if not path.exists() or token_shards.is_shards(path):
-        return
-    files = [path] if path.is_file() else visible_files(path)
-    if any(file.suffix in TABLES for file in files):
-        return
-    if (size := sum(file.stat().st_size for file in files)) < MIN_BYTES:
-        raise UsageError(f"data={str(path)!r}: {size} bytes are too few; give at least {MIN_BYTES}")
-    if path.is_file() and path.suffix != TOKENS:
+
+
+def _check_file(path: Path) -> None:
+    _check_size(path, path.stat().st_size)
+    if path.suffix != TOKENS:
         with path.open("rb") as file:
             if bytes([BOUNDARY]) in file.read(PROBE_BYTES):
                 raise UsageError(f"data={str(path)!r} is a binary file; {_GIVE}")
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size < MIN_BYTES:
+        raise UsageError(f"data={str(path)!r}: {size} bytes are too few; give at least {MIN_BYTES}")
 
 
 @cache
