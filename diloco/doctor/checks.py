@@ -115,7 +115,8 @@ def sentinels(unwell: Sequence[str]) -> Iterator[Finding]:
         yield warning(
             "sentinels",
             f"{'; '.join(unwell)}: a majority must work and reach the replicas, or a failed primary is not replaced",
-            "start those that are down; check that they all have the same files and passwords",
+            "start those that are down; check that they all have the same files and passwords. A replica that was "
+            "removed on purpose stays in their lists until you run SENTINEL RESET NAME on each of them",
         )
 
 

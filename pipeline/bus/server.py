@@ -248,8 +248,8 @@ def replicas(server: Server) -> Finding:
         return error(
             "replicas",
             "Redis refuses all writes: no replica is connected to it (min-replicas-to-write)",
-            "start its replicas, and check that they are allowed to follow it (masteruser, masterauth, their log), and "
-            "that the sentinels can log in to each of them (auth-pass: SENTINEL REPLICAS shows s_down if not)",
+            "start its replicas, and check that they are allowed to follow it (masteruser, masterauth, their log) and, "
+            "with sentinels, their login to each of them (auth-pass: SENTINEL REPLICAS shows s_down if it is refused)",
         )
     if server.replicas and not server.waits:
         return warning(

@@ -400,6 +400,7 @@ async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pyt
     ]
     (found,) = checks.sentinels(unhealthy)
     assert found.level == "warning"
+    assert "SENTINEL RESET" in found.remedy
     assert list(checks.sentinels([])) == []
     answers |= dict.fromkeys(answers, told(2, BLIND))
     assert len(await unhealthy_sentinels(url)) == len(answers)

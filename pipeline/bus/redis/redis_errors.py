@@ -72,7 +72,11 @@ _KINDS = {
 _FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
 _COMMAND = re.compile(r"run the '([^']+)' command")
 # Commands that a run needs, on a server that lacks them or on which they were renamed.
-_UNKNOWN = re.compile(r"unknown command '((?:EVALSHA|SCRIPT|X)[^']*)'|Unknown (?:Redis )?command called from script")
+_UNKNOWN = re.compile(
+    r"unknown command [`']((?:EVALSHA|SCRIPT|X)[^`']*)[`']|"
+    r"Unknown (?:Redis )?command called from (?:Lua )?script|Redis command is not allowed from script",
+    re.IGNORECASE,
+)
 NO_TLS = "it does not speak TLS"
 NAME_REDIS = "use its TLS port, or redis"
 # (OpenSSL's text, its meaning, remedy).
@@ -151,7 +155,7 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
         at, remedy = (f"at {named}", unlink(named)) if named else ("there", "")
         return BadMessage(f"Redis at {where} holds a value of the wrong type {at}", remedy, text)
     if unknown := _UNKNOWN.search(text):
-        name = unknown[1] or "that a script of the run calls"
+        name = (unknown[1] or "").upper() or "that a script of the run calls"
         remedy = "use a service that allows scripts (EVALSHA, SCRIPT) and streams (XADD, XREAD ...)"
         return UsageError(f"Redis at {where} does not have the command {name}", remedy, text)
     if "max number of clients" in text:
