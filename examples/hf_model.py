@@ -23,7 +23,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 with Learner(
     model, optimizer, run="hf-model"
 ) as learner:  # trains 2.5M tokens, the default; tokens="1B" sets another budget
-    learner.attach(tokens=BATCH * LENGTH * MICRO_BATCHES)  # tokens of a step: all its micro-batches together
+    # The tokens of a step are those of all its micro-batches; the loss is shown in the status and on the page.
+    learner.attach(tokens=BATCH * LENGTH * MICRO_BATCHES, loss=lambda: MICRO_BATCHES * loss)
     while not learner.finished:
         for _ in range(MICRO_BATCHES):
             starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1))  # each learner draws its own
