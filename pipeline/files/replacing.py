@@ -22,7 +22,7 @@ def replace(path: Path, parts: Iterable[Part]) -> None:
     Raises:
         OSError: the file cannot be written; the previous one is unchanged. The error names it.
     """
-    temporary = path.with_name(TEMPORARY + secrets.token_hex(8))
+    temporary = path.with_name(TEMPORARY + secrets.token_hex(4))  # `checkpoints.manifest` knows these names
     try:
         with temporary.open("xb") as file:  # a new file's mode follows the umask
             with suppress(FileNotFoundError):
