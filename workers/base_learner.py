@@ -392,7 +392,7 @@ class BaseLearner:
         return True
 
     @property
-    def is_training(self) -> bool:
+    def _is_training(self) -> bool:
         """True while the learner is in its run, in this process, and its exchange thread works."""
         return self._is_here and self._in_run and self._entered is not None and self._entered.thread.works
 

@@ -312,7 +312,7 @@ class Learner(BaseLearner):
     def _prepare(self) -> LearnerThread | RankThread:
         self.device = check_model(self.model)  # the model may have changed or moved since __init__ checked it
         held = self._parameter_ids = frozenset(map(id, trained_tensors(self.model).values()))
-        for other in {one for one in _made if one is not self and one.is_training}:
+        for other in {one for one in _made if one is not self and one._is_training}:
             if other._attached is not None and other._given.run == self._given.run:  # its optimizer keeps it
                 detail = f"learner {other.id} of this run is still attached in this process, and counts as live: "
                 structlog.get_logger().warning("learner_still_open", learner=self.id, detail=detail + "close() it")

@@ -73,18 +73,20 @@ def looking(found: dict[str, Any], learner: Any) -> Any:
 # --- transformers -----------------------------------------------------------------------------------------------
 
 
+def held_out_loss(model: Any) -> float:
+    """Of two rows."""
+    rows = scripts.Rows("hf")
+    held_out = torch.stack([rows[0]["input_ids"], rows[1]["input_ids"]])
+    return float(model(input_ids=held_out, labels=held_out).loss)
+
+
 def test_a_trainers_evaluation_brings_the_loss_of_the_runs_model(redis_server: str, tmp_path: Path) -> None:
     """Beside its own, among its metrics; and the run keeps it."""
     from diloco import Evaluator
 
     run, model, rows = f"evaluates-{tmp_path.name}", llama(), scripts.Rows("hf")
-    held_out = torch.stack([rows[0]["input_ids"], rows[1]["input_ids"]])
-
-    def loss(model: Any) -> float:
-        return float(model(input_ids=held_out, labels=held_out).loss)
-
     with a_syncer(redis_server, run):
-        evaluator = Evaluator(model, loss, run=run, redis_url=redis_server)
+        evaluator = Evaluator(model, held_out_loss, run=run, redis_url=redis_server)
         ours = diloco(redis_server, run, tokens=10 * STEP_TOKENS, evaluator=evaluator)
         when = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": [rows[0], rows[1]]}
         trainer = hf_trainer(tmp_path, 4, [ours], model, **when)
@@ -94,26 +96,21 @@ def test_a_trainers_evaluation_brings_the_loss_of_the_runs_model(redis_server: s
     assert evaluator.evaluate() is not None
     found: dict[str, float] = {}
     ours.on_evaluate(None, None, None, metrics=found)
-    assert found["eval_global_loss"] == pytest.approx(loss(model.eval()), rel=1e-3)
+    assert found["eval_global_loss"] == pytest.approx(held_out_loss(model.eval()), rel=1e-3)
 
 
 def test_a_run_that_ends_in_a_trainer_has_the_loss_of_its_last_model(redis_server: str, tmp_path: Path) -> None:
     """Whenever the trainer evaluated last: here never."""
     from diloco import Evaluator
 
-    run, model, rows = f"last-{tmp_path.name}", llama(), scripts.Rows("hf")
-    held_out = torch.stack([rows[0]["input_ids"], rows[1]["input_ids"]])
-
-    def loss(model: Any) -> float:
-        return float(model(input_ids=held_out, labels=held_out).loss)
-
+    run, model = f"last-{tmp_path.name}", llama()
     with a_syncer(redis_server, run):
-        evaluator = Evaluator(model, loss, run=run, redis_url=redis_server)
+        evaluator = Evaluator(model, held_out_loss, run=run, redis_url=redis_server)
         ours = diloco(redis_server, run, tokens=4 * STEP_TOKENS, evaluator=evaluator)
         hf_trainer(tmp_path, 10**6, [ours], model).train()
         (last,) = evaluations(redis_server, run)
     assert last.final
-    assert last.loss == pytest.approx(loss(model.eval()), rel=1e-3)
+    assert last.loss == pytest.approx(held_out_loss(model.eval()), rel=1e-3)
 
 
 def test_a_trainer_that_resumes_has_the_runs_parameters_and_its_checkpoints_moments(

@@ -91,9 +91,8 @@ class Noting(VirtualLearner):
         super().publish(publication)
 
 
-@in_virtual_time
-async def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does() -> None:
-    """The payload goes before the header, and what is renewed goes soon after: two of a fragment at most stay."""
+async def without_syncer() -> tuple[VirtualRun, Noting]:
+    """A run of one learner after its first merges: its syncer was killed."""
     world = VirtualRun(sync_spec(fragments=1, tokens=10**9))
     world.start_syncer()
     learner = Noting("l0", world)
@@ -101,6 +100,13 @@ async def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does()
     await world.until_version(2)
     assert world.syncer is not None
     await world.kill_syncer()
+    return world, learner
+
+
+@in_virtual_time
+async def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does() -> None:
+    """The payload goes before the header, and what is renewed goes soon after: two of a fragment at most stay."""
+    world, learner = await without_syncer()
     began = len(learner.calls)
     await asyncio.sleep(20)
     assert learner.renewed > 3
@@ -118,13 +124,7 @@ async def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does()
 @in_virtual_time
 async def test_a_renewal_whose_header_meets_a_damaged_key_is_followed_by_another_one() -> None:
     """The one that it was to replace stays, and the next one contains its training too."""
-    world = VirtualRun(sync_spec(fragments=1, tokens=10**9))
-    world.start_syncer()
-    learner = Noting("l0", world)
-    learner.start()
-    await world.until_version(2)
-    assert world.syncer is not None
-    await world.kill_syncer()
+    world, learner = await without_syncer()
     bus: Any = learner.bus
     offer, failed = bus.offer, list[int]()
 

@@ -211,11 +211,10 @@ def train_once(
         if stop is not None:
             stop.training = True  # only now: while the learner waits for its first shard, a signal ends it at once
 
-        def ends() -> bool:
-            # `exit_status` tells of a signal that the ranks have not agreed on yet: they do so in their next step.
-            return learner.finished or learner.exit_status != 0 or (stop is not None and stop.asked)
+        def over() -> bool:
+            return learner.finished or (stop is not None and stop.asked)
 
-        while not (learner.finished or (stop is not None and stop.asked)):
+        while not over():
             started = time.monotonic()
             loss = add_gradients(forward, rows.step(device), settings.accumulate, begin)
             end()
@@ -230,8 +229,9 @@ def train_once(
             update(model, optimizers, lr, settings.clip)
             learner.step(step_tokens, loss)
             steps += 1
-            while (left_s := started + settings.pace - time.monotonic()) > 0 and not ends():
-                time.sleep(min(left_s, TIMES.check_s))  # a signal alone does not end a sleep
+            # A signal alone does not end a sleep. `exit_status` tells of one that the ranks have not agreed on yet.
+            while (left_s := started + settings.pace - time.monotonic()) > 0 and not (over() or learner.exit_status):
+                time.sleep(min(left_s, TIMES.check_s))
     asked = not learner.over if stop is None else stop.asked
     log.info("training_ended", learner=learner.id, steps=steps, reason="signal" if asked else "run finished")
     if learner.left_in_order:
